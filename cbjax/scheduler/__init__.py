@@ -1,0 +1,32 @@
+"""The pure scheduler: no jax, no clock, no globals. ``schedule`` and ``update`` are functions of their arguments."""
+
+from cbjax.scheduler.blocks import MIN_BLOCK_SIZE as MIN_BLOCK_SIZE
+from cbjax.scheduler.blocks import NUM_RESERVED_BLOCKS as NUM_RESERVED_BLOCKS
+from cbjax.scheduler.blocks import BlockPool as BlockPool
+from cbjax.scheduler.blocks import blocks_for as blocks_for
+from cbjax.scheduler.blocks import internal_waste as internal_waste
+from cbjax.scheduler.blocks import may_admit as may_admit
+from cbjax.scheduler.blocks import padding_waste as padding_waste
+from cbjax.scheduler.check import check as check
+from cbjax.scheduler.plan import Batch as Batch
+from cbjax.scheduler.plan import Ended as Ended
+from cbjax.scheduler.plan import SoftReset as SoftReset
+from cbjax.scheduler.plan import StepOutputs as StepOutputs
+from cbjax.scheduler.plan import StepPlan as StepPlan
+from cbjax.scheduler.plan import StepResults as StepResults
+from cbjax.scheduler.plan import TableDelta as TableDelta
+from cbjax.scheduler.policies import SCHEDULER_MAPPING as SCHEDULER_MAPPING
+from cbjax.scheduler.policies import FIFOScheduler as FIFOScheduler
+from cbjax.scheduler.policies import PrefillFirstScheduler as PrefillFirstScheduler
+from cbjax.scheduler.policies import Scheduler as Scheduler
+from cbjax.scheduler.policies import scheduler_named as scheduler_named
+from cbjax.scheduler.request import Request as Request
+from cbjax.scheduler.schedule import schedule as schedule
+from cbjax.scheduler.state import Field as Field
+from cbjax.scheduler.state import SchedulerConfig as SchedulerConfig
+from cbjax.scheduler.state import SchedulerState as SchedulerState
+from cbjax.scheduler.state import add as add
+from cbjax.scheduler.state import initial_state as initial_state
+from cbjax.scheduler.state import known_tokens as known_tokens
+from cbjax.scheduler.update import cancel as cancel
+from cbjax.scheduler.update import update as update

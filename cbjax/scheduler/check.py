@@ -1,0 +1,54 @@
+"""`check(state)`: every invariant that a state can be asked for. Cheap enough for every step of a test."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cbjax.scheduler.blocks import blocks_for
+from cbjax.scheduler.state import Field, SchedulerState, known_tokens
+
+
+def check(state: SchedulerState) -> None:
+    """Raises AssertionError, with what is wrong, if the state breaks an invariant."""
+    _check_conservation(state)
+    _check_waiting(state)
+    for slot, record in enumerate(state.records):
+        taken = state.rows[Field.ACTIVE, slot] == 1
+        assert taken == (record is not None), f"slot {slot}: row and record disagree about being taken"
+        if taken:
+            _check_row(state, slot)
+        else:
+            assert not state.rows[:, slot].any(), f"slot {slot} is free and its row is not zero"
+
+
+def _check_conservation(state: SchedulerState) -> None:
+    pool, num_blocks = state.pool, state.config.num_blocks
+    live = [record.table.ravel() for record in state.records if record is not None]
+    ids = np.concatenate([pool.free[: pool.num_free], *live])
+    assert len(ids) == num_blocks, f"{pool.num_free} free + {len(ids) - pool.num_free} live != {num_blocks} blocks"
+    assert np.array_equal(np.sort(ids), np.arange(num_blocks)), "a block is free and live, or held twice"
+
+
+def _check_waiting(state: SchedulerState) -> None:
+    waiting = [entry.request.uid for entry in state.waiting]
+    active = state.rows[Field.UID, state.rows[Field.ACTIVE] == 1].tolist()
+    assert len(waiting) == len(state.waiting), "the waiting line lost or doubled an entry"
+    assert len(set(waiting + active)) == len(waiting) + len(active), "a request is in two places"
+
+
+def _check_row(state: SchedulerState, slot: int) -> None:
+    record = state.records[slot]
+    assert record is not None
+    row = {field: int(state.rows[field, slot]) for field in Field}
+    outputs = row[Field.LENGTH] - row[Field.PROMPT]
+    in_flight = row[Field.DRAWN] - outputs
+    assert row[Field.UID] == record.request.uid
+    assert row[Field.HELD] == record.table.shape[1] <= state.config.max_blocks_per_request
+    assert row[Field.HELD] == blocks_for(row[Field.COMPUTED], state.config.block_size), "blocks held in vain or lacking"
+    assert len(record.history) == row[Field.PREFILL] >= row[Field.PROMPT] > 0
+    assert row[Field.COMPUTED] <= row[Field.LENGTH] + max(0, in_flight - 1), "KV beyond what can be known"
+    assert 0 <= in_flight <= state.num_in_flight, f"{in_flight} outputs in {state.num_in_flight} steps in flight"
+    assert row[Field.DRAWN] <= row[Field.LIMIT], "more outputs scheduled than the limit"
+    tokens = known_tokens(state, slot)
+    assert len(tokens) == row[Field.LENGTH], "history, chain and tail do not add up to the row's length"
+    assert np.array_equal(tokens[: row[Field.PROMPT]], record.request.prompt)

@@ -1,0 +1,211 @@
+"""A step being planned: private copies of the state's arrays, the budgets left, the rows chosen so far.
+
+Only `schedule` and `update` make drafts, and a draft never leaves them. It is the one place where the scheduler's
+arrays are written, and it writes none that a state can see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from cbjax.scheduler.blocks import blocks_for
+from cbjax.scheduler.plan import Batch, TableDelta
+from cbjax.scheduler.state import Field, Record, SchedulerState
+from cbjax.scheduler.waiting import Waiting
+
+
+class Draft:
+    """Mutable scratch over one state.
+
+    Attributes:
+      starved: (slot, blocks wanted) of active rows that got no block, in candidate order.
+      chosen: slots of the step's rows, in order; `count` their tokens.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
+        self.config = state.config
+        self.rows = state.rows.copy()
+        self.tail, self.words, self.eos = state.tail, state.words, state.eos
+        self.records = list(state.records)
+        self.pool, self.waiting = state.pool, state.waiting
+        self.num_admissions = state.num_admissions
+        self.tokens_left = state.config.max_batch_tokens
+        self.rows_left = state.config.max_requests_per_batch
+        self.starved: list[tuple[int, int]] = []
+        self.chosen: list[np.ndarray] = []
+        self.count: list[np.ndarray] = []
+        self._delta: list[tuple[int, int, np.ndarray]] = []  # slot, first column, i32[groups, new]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.chosen
+
+    def in_order(self, mask: np.ndarray) -> np.ndarray:
+        """The slots where `mask`, oldest admission first."""
+        slots = np.flatnonzero(mask)
+        return slots[np.argsort(self.rows[Field.ORDER, slots], kind="stable")]
+
+    def decoding(self) -> np.ndarray:
+        """Slots that may draw one more token, oldest first."""
+        rows = self.rows
+        prefilled = rows[Field.COMPUTED] >= rows[Field.PREFILL]
+        return self.in_order((rows[Field.ACTIVE] == 1) & prefilled & (rows[Field.DRAWN] < rows[Field.LIMIT]))
+
+    def prefilling(self) -> np.ndarray:
+        """Slots with known tokens still to compute, oldest first."""
+        rows = self.rows
+        return self.in_order((rows[Field.ACTIVE] == 1) & (rows[Field.COMPUTED] < rows[Field.PREFILL]))
+
+    def blocks_wanted(self, slot: int, num_tokens: int) -> int:
+        """Blocks, over all groups, that the slot lacks to hold `num_tokens`."""
+        lacking = blocks_for(num_tokens, self.config.block_size) - int(self.rows[Field.HELD, slot])
+        return max(0, lacking) * self.config.num_groups
+
+    def grow(self, slot: int, ids: np.ndarray) -> None:
+        """Appends `ids` (i32[groups * new], already taken from the pool) to the slot's table."""
+        record = self.records[slot]
+        assert record is not None
+        new = ids.reshape(self.config.num_groups, -1)
+        column = record.table.shape[1]
+        table = np.concatenate([record.table, new], axis=1)
+        table.setflags(write=False)
+        self.records[slot] = record._replace(table=table)
+        self.rows[Field.HELD, slot] = table.shape[1]
+        self._delta.append((slot, column, new))
+
+    def take_blocks(self, slot: int, wanted: int) -> bool:
+        """Gives the slot `wanted` more blocks, or changes nothing."""
+        if wanted:
+            taken = self.pool.take(wanted)
+            if taken is None:
+                return False
+            self.pool, ids = taken
+            self.grow(slot, ids)
+        return True
+
+    def choose(self, slots: np.ndarray, count: np.ndarray) -> None:
+        """Rows of this step; their budgets are spent, their KV and outputs counted as scheduled."""
+        self.chosen.append(slots)
+        self.count.append(count)
+        self.rows_left -= len(slots)
+        self.tokens_left -= int(count.sum())
+
+    def admit(self, waiting: Waiting) -> int:
+        """Moves the head of the line into a free slot, which holds no blocks yet; returns the slot."""
+        request, length = waiting.request, waiting.num_tokens
+        slot = int(np.argmin(self.rows[Field.ACTIVE]))
+        assert not self.rows[Field.ACTIVE, slot]
+        history = np.concatenate([request.prompt, waiting.outputs])
+        history.setflags(write=False)
+        table = np.empty((self.config.num_groups, 0), np.int32)
+        self.records[slot] = Record(request, history, None, table)
+        self.rows[:, slot] = 0
+        for field, value in (
+            (Field.ACTIVE, 1),
+            (Field.UID, request.uid),
+            (Field.INCARNATION, waiting.incarnation),
+            (Field.ORDER, self.num_admissions),
+            (Field.PROMPT, len(request.prompt)),
+            (Field.PREFILL, length),
+            (Field.LENGTH, length),
+            (Field.DRAWN, len(waiting.outputs)),
+            (Field.LIMIT, request.max_new_tokens),
+            (Field.EVICTED, waiting.evicted),
+        ):
+            self.rows[field, slot] = value
+        self._write_settings(slot, request.words, request.eos_token_ids)
+        self.tail = _writable(self.tail, self.state.tail)
+        rest = length % self.config.block_size
+        self.tail[slot, :rest] = history[length - rest :]
+        self.waiting = self.waiting.remove(request.uid)
+        self.num_admissions += 1
+        return slot
+
+    def _write_settings(self, slot: int, words: np.ndarray, eos: tuple[int, ...]) -> None:
+        self.words = _writable(self.words, self.state.words)
+        self.words[:, slot] = words
+        more = len(eos) - self.eos.shape[1]
+        if more > 0:
+            self.eos = np.pad(self.eos, ((0, 0), (0, more)), constant_values=-1)
+        self.eos = _writable(self.eos, self.state.eos)
+        self.eos[slot] = -1
+        self.eos[slot, : len(eos)] = eos
+
+    def release(self, slot: int) -> np.ndarray:
+        """Empties a slot; returns the block ids it held, now free."""
+        record = self.records[slot]
+        assert record is not None
+        ids = record.table.ravel()
+        self.pool = self.pool.give_back(ids)
+        self.records[slot] = None
+        self.rows[:, slot] = 0
+        return ids
+
+    def freeze(self, *, num_in_flight: int) -> SchedulerState:
+        """The state this draft has come to."""
+        for array in (self.rows, self.tail, self.words, self.eos):
+            array.setflags(write=False)
+        return replace(
+            self.state,
+            pool=self.pool,
+            waiting=self.waiting,
+            rows=self.rows,
+            tail=self.tail,
+            words=self.words,
+            eos=self.eos,
+            records=tuple(self.records),
+            num_admissions=self.num_admissions,
+            num_in_flight=num_in_flight,
+        )
+
+    def batch(self) -> Batch:
+        """The chosen rows as a batch; counts them as scheduled."""
+        none = np.empty(0, np.int32)
+        slots = np.concatenate([none, *self.chosen]).astype(np.int32)
+        count = np.concatenate([none, *self.count]).astype(np.int32)
+        rows = self.rows
+        start = rows[Field.COMPUTED, slots]
+        carried = start >= rows[Field.PREFILL, slots]
+        emits = start + count >= rows[Field.PREFILL, slots]
+        output_index = rows[Field.DRAWN, slots]
+        tokens = np.zeros(int(count.sum()), np.int32)
+        ends = np.cumsum(count)
+        for i in np.flatnonzero(~carried):
+            record = self.records[slots[i]]
+            assert record is not None
+            tokens[ends[i] - count[i] : ends[i]] = record.history[start[i] : start[i] + count[i]]
+        rows[Field.COMPUTED, slots] += count
+        rows[Field.DRAWN, slots] += emits
+        return Batch(
+            uid=rows[Field.UID, slots],
+            incarnation=rows[Field.INCARNATION, slots],
+            slot=slots,
+            start=start,
+            count=count,
+            carried=carried,
+            emits=emits,
+            output_index=output_index,
+            words=self.words[:, slots],
+            tokens=tokens,
+        )
+
+    def table_delta(self) -> TableDelta:
+        """Every block-table entry this draft has added."""
+        if not self._delta:
+            none = np.empty(0, np.int32)
+            return TableDelta(group=none, slot=none, column=none, block=none)
+        parts = []
+        for slot, first, ids in self._delta:
+            groups, new = ids.shape
+            group, column = np.divmod(np.arange(groups * new, dtype=np.int32), new)
+            parts.append((group, np.full(groups * new, slot, np.int32), column + first, ids.ravel()))
+        group, slot, column, block = (np.concatenate(part).astype(np.int32) for part in zip(*parts, strict=True))
+        return TableDelta(group=group, slot=slot, column=column, block=block)
+
+
+def _writable(array: np.ndarray, original: np.ndarray) -> np.ndarray:
+    """`array` itself if this draft already made it, else a copy."""
+    return array.copy() if array is original else array

@@ -1,0 +1,148 @@
+"""What one step is, as data: the plan that `schedule` makes, and what the device answers.
+
+A plan is ragged and readable; `cbjax.descriptor` pads its batch to a bucket. A row is known by (uid, incarnation),
+never by its slot: slots are handed on, and with several steps in flight an answer can come after its row has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """The rows of one step, in the order in which they were scheduled.
+
+    Attributes:
+      uid, incarnation, slot: i32[rows], who, since which admission, and where its state lies.
+      start: i32[rows], position of the first token computed, which is also the KV length before this step.
+      count: i32[rows], tokens computed, at least one.
+      carried: bool[rows], the (only) input token is the slot's last output, which the host need not know.
+      emits: bool[rows], the last token is the end of what is known, so an output token is sampled.
+      output_index: i32[rows], which of the request's outputs that is, counted from 0.
+      words: u32[words, rows], sampler settings.
+      tokens: i32[sum(count)], input ids row after row; 0 where carried.
+    """
+
+    uid: np.ndarray
+    incarnation: np.ndarray
+    slot: np.ndarray
+    start: np.ndarray
+    count: np.ndarray
+    carried: np.ndarray
+    emits: np.ndarray
+    output_index: np.ndarray
+    words: np.ndarray
+    tokens: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.uid)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def kv_reads(self) -> int:
+        """KV cells computed by earlier steps that this one reads."""
+        return int(self.start.sum())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Batch):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TableDelta:
+    """Entries to write into the device's block table before the step: i32[entries] each."""
+
+    group: np.ndarray
+    slot: np.ndarray
+    column: np.ndarray
+    block: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftReset:
+    """A request that lost its blocks: it waits again, and its known tokens are prefilled when it returns.
+
+    Attributes:
+      uid, slot: who, and the slot it left.
+      num_blocks: blocks given back.
+      num_tokens: tokens whose KV has to be computed again.
+    """
+
+    uid: int
+    slot: int
+    num_blocks: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan:
+    """One step: who runs how many tokens from which position into which blocks, and who lost its blocks for it.
+
+    Attributes:
+      batch: the rows; none if nothing can run.
+      table: new block-table entries.
+      soft_resets: victims, in the order in which they were chosen.
+      num_starved: active requests that got no block in this step.
+      drain: nothing was decided, since pressure must be decided with every token known: finish the steps in
+        flight with `update`, then schedule again.
+    """
+
+    batch: Batch
+    table: TableDelta
+    soft_resets: tuple[SoftReset, ...] = ()
+    num_starved: int = 0
+    drain: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        return self.batch.num_rows == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepOutputs:
+    """What the device answers for a plan's rows, in the plan's order.
+
+    Attributes:
+      tokens: i32[rows], the sampled token; meaningless where the row does not emit.
+      logprobs: f32[rows], its log-probability; 0 where not asked for.
+      finite: bool[rows], the row's logits were finite.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finite: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A request's end. `reason` is "stop" (`token` is the EOS id that ended it), "length" or "failed"."""
+
+    uid: int
+    reason: str
+    token: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepResults:
+    """What a step means for the requests, as `update` read it.
+
+    Attributes:
+      uid, tokens, logprobs: i32/i32/f32[emitted], one new output token each, in the plan's order.
+      ended: requests that have no further step.
+    """
+
+    uid: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    ended: tuple[Ended, ...]

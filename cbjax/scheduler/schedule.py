@@ -1,0 +1,100 @@
+"""`schedule`: from a state to the next step's plan. Pure.
+
+Candidates are active requests in the policy's order, then waiting ones in order of arrival. Three budgets bound a step:
+tokens, rows, and blocks. An active request that cannot get its next block is *starved* and waits for this step; only
+if nobody at all can run are victims chosen (`cbjax.scheduler.pressure`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cbjax.scheduler.blocks import blocks_for, may_admit
+from cbjax.scheduler.draft import Draft
+from cbjax.scheduler.plan import StepPlan
+from cbjax.scheduler.pressure import relieve
+from cbjax.scheduler.state import Field, SchedulerState
+
+
+def schedule(state: SchedulerState) -> tuple[StepPlan, SchedulerState]:
+    """Plans one step.
+
+    Returns:
+      The plan and the state in which it counts as in flight. An empty plan (and the state as it was) means that there
+      is nothing to run until `update` or `add`; a plan with `drain` that the steps in flight have to be applied first.
+    """
+    draft = Draft(state)
+    _fill(draft)
+    resets = ()
+    if draft.is_empty and draft.starved:
+        if state.num_in_flight:
+            return StepPlan(batch=draft.batch(), table=draft.table_delta(), drain=True), state
+        resets = relieve(draft)
+        draft.starved.clear()
+        _fill(draft)
+        assert not draft.is_empty, "pressure was relieved and still nothing can run"
+    if draft.is_empty:
+        return StepPlan(batch=draft.batch(), table=draft.table_delta()), state
+    batch = draft.batch()
+    plan = StepPlan(batch=batch, table=draft.table_delta(), soft_resets=resets, num_starved=len(draft.starved))
+    return plan, draft.freeze(num_in_flight=state.num_in_flight + 1)
+
+
+def _fill(draft: Draft) -> None:
+    for phase in draft.config.policy.active_order:
+        _take_decodes(draft) if phase == "decode" else _take_prefills(draft)
+    _take_waiting(draft)
+
+
+def _take_decodes(draft: Draft) -> None:
+    """One token for every decoding row, oldest first, while tokens, rows and blocks last."""
+    if not (draft.tokens_left and draft.rows_left):
+        return
+    slots = draft.decoding()
+    rows, groups = draft.rows, draft.config.num_groups
+    lacks = rows[Field.COMPUTED, slots] >= rows[Field.HELD, slots] * draft.config.block_size
+    fits = ~lacks | (np.cumsum(lacks) * groups <= draft.pool.num_free)
+    runs = np.flatnonzero(fits)[: min(draft.tokens_left, draft.rows_left)]
+    # Rows behind the last one that the budgets admit were not tried, so they do not starve.
+    tried = len(slots) if len(runs) == int(fits.sum()) else (int(runs[-1]) + 1 if len(runs) else 0)
+    draft.starved += [(int(slot), groups) for slot in slots[:tried][~fits[:tried]]]
+    for slot in slots[runs][lacks[runs]]:
+        given = draft.take_blocks(int(slot), groups)
+        assert given
+    if len(runs):
+        draft.choose(slots[runs], np.ones(len(runs), np.int32))
+
+
+def _take_prefills(draft: Draft) -> None:
+    """The next chunk of every half-done prefill, oldest first."""
+    for slot in draft.prefilling():
+        if not (draft.tokens_left and draft.rows_left):
+            return
+        computed = int(draft.rows[Field.COMPUTED, slot])
+        count = min(int(draft.rows[Field.PREFILL, slot]) - computed, draft.tokens_left)
+        wanted = draft.blocks_wanted(slot, computed + count)
+        if draft.take_blocks(int(slot), wanted):
+            draft.choose(np.array([slot]), np.array([count], np.int32))
+        else:
+            draft.starved.append((int(slot), wanted))
+
+
+def _take_waiting(draft: Draft) -> None:
+    """Admits from the head of the line; the first who cannot be admitted ends it, so nobody is overtaken."""
+    config = draft.config
+    while draft.tokens_left and draft.rows_left and not draft.starved:
+        waiting = draft.waiting.head()
+        if waiting is None or draft.rows[Field.ACTIVE].all():
+            return
+        count = min(waiting.num_tokens, draft.tokens_left)
+        # A request that was evicted comes back only when all its known tokens fit, so that it gains a token before
+        # it can be a victim again.
+        need = blocks_for(waiting.num_tokens if waiting.evicted else count, config.block_size) * config.num_groups
+        free = draft.pool.num_free
+        margin = 0.0 if draft.is_empty else config.safety_margin
+        if not may_admit(free=free, need=need, num_blocks=config.num_blocks, safety_margin=margin):
+            return
+        slot = draft.admit(waiting)
+        given = draft.take_blocks(slot, draft.blocks_wanted(slot, count))
+        assert given
+        draft.choose(np.array([slot]), np.array([count], np.int32))

@@ -1,0 +1,190 @@
+"""The scheduler's state: a value. Nothing that an old state can see is ever written.
+
+Running requests are struct-of-arrays by stable *slot*: `rows i32[fields, slots]`, copied per call. Objects are touched
+only for rows that are admitted, end, or cross a block. The tokens of a row are its `history` (known at admission), the
+`chain` of blocks filled since, and its unfinished block in `tail`, addressed by position modulo `block_size`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from cbjax.scheduler.blocks import MIN_BLOCK_SIZE, BlockPool, blocks_for
+from cbjax.scheduler.policies import Scheduler
+from cbjax.scheduler.request import Request
+from cbjax.scheduler.waiting import Waiting, WaitingLine
+
+
+class Field(IntEnum):
+    """Columns of `SchedulerState.rows`; all zero in a slot that is not taken."""
+
+    ACTIVE = 0  # 1 if the slot is taken
+    UID = 1
+    INCARNATION = 2  # admissions of this request before this one
+    ORDER = 3  # admissions of anybody before this one
+    PROMPT = 4  # tokens of the prompt
+    PREFILL = 5  # tokens known at admission: the prompt and outputs from before a soft reset
+    LENGTH = 6  # tokens known now
+    COMPUTED = 7  # KV cells scheduled so far, those in flight included
+    HELD = 8  # blocks held, per layer group
+    DRAWN = 9  # output tokens scheduled so far, those in flight included
+    LIMIT = 10  # output tokens after which it ends with "length"
+    EVICTED = 11  # 1 if it lost its blocks once and has gained no token since
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The scheduler's constants.
+
+    Attributes:
+      policy: order of candidates.
+      num_blocks, block_size: the pool, in blocks and tokens.
+      max_batch_tokens: tokens computed in one step.
+      max_requests_per_batch: rows of one step, and slots.
+      max_blocks_per_request: columns of the block table.
+      safety_margin: fraction of the pool below which waiting requests are held back, in [0, 1].
+      num_groups: layer groups; each takes its own blocks from the one pool.
+      num_words: sampler words per request.
+
+    Raises:
+      ValueError: a value outside its range.
+    """
+
+    policy: Scheduler
+    num_blocks: int
+    block_size: int
+    max_batch_tokens: int
+    max_requests_per_batch: int
+    max_blocks_per_request: int
+    safety_margin: float
+    num_groups: int = 1
+    num_words: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block_size < MIN_BLOCK_SIZE:
+            raise ValueError(f"block_size must be at least {MIN_BLOCK_SIZE} tokens; got {self.block_size}")
+        if not 0.0 <= self.safety_margin <= 1.0:
+            raise ValueError(f"safety_margin must be in [0, 1]; got {self.safety_margin}")
+        counts = ("num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request", "num_groups")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+
+    @property
+    def max_request_tokens(self) -> int:
+        """KV cells the largest request can have: what the pool and the block table both hold."""
+        return min(self.num_blocks // self.num_groups, self.max_blocks_per_request) * self.block_size
+
+
+class Chain(NamedTuple):
+    """Blocks of output tokens filled since admission, newest first."""
+
+    tokens: np.ndarray  # i32[block_size]
+    before: Chain | None
+
+
+class Record(NamedTuple):
+    """The part of a row that is not numbers."""
+
+    request: Request
+    history: np.ndarray  # i32[PREFILL], read-only
+    chain: Chain | None
+    table: np.ndarray  # i32[groups, HELD], read-only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SchedulerState:
+    """See the module's docstring.
+
+    Attributes:
+      pool: free blocks.
+      waiting: who holds nothing.
+      rows: i32[fields, slots].
+      tail: i32[slots, block_size].
+      words: u32[words, slots].
+      eos: i32[slots, ids], -1 where a row has fewer ids.
+      records: per slot, None where not taken.
+      num_admissions: admissions so far.
+      num_in_flight: plans scheduled and not yet applied by `update`.
+    """
+
+    config: SchedulerConfig
+    pool: BlockPool
+    waiting: WaitingLine
+    rows: np.ndarray
+    tail: np.ndarray
+    words: np.ndarray
+    eos: np.ndarray
+    records: tuple[Record | None, ...]
+    num_admissions: int = 0
+    num_in_flight: int = 0
+
+    @property
+    def num_active(self) -> int:
+        return int(self.rows[Field.ACTIVE].sum())
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody runs or waits and nothing is in flight."""
+        return not self.num_active and not len(self.waiting) and not self.num_in_flight
+
+    def slot_of(self, uid: int) -> int | None:
+        """The slot of an active request."""
+        found = np.flatnonzero((self.rows[Field.UID] == uid) & (self.rows[Field.ACTIVE] == 1))
+        return int(found[0]) if len(found) else None
+
+
+def initial_state(config: SchedulerConfig) -> SchedulerState:
+    """Nobody runs, nobody waits, every block is free."""
+    slots = config.max_requests_per_batch
+    return SchedulerState(
+        config=config,
+        pool=BlockPool.full(config.num_blocks),
+        waiting=WaitingLine.empty(),
+        rows=np.zeros((len(Field), slots), np.int32),
+        tail=np.zeros((slots, config.block_size), np.int32),
+        words=np.zeros((config.num_words, slots), np.uint32),
+        eos=np.full((slots, 1), -1, np.int32),
+        records=(None,) * slots,
+    )
+
+
+def known_tokens(state: SchedulerState, slot: int) -> np.ndarray:
+    """Prompt and outputs of a taken slot, i32[LENGTH]."""
+    record = state.records[slot]
+    assert record is not None
+    block_size, length = state.config.block_size, int(state.rows[Field.LENGTH, slot])
+    parts = [state.tail[slot, : length % block_size]]
+    chain = record.chain
+    while chain is not None:
+        parts.append(chain.tokens)
+        chain = chain.before
+    kept = length - sum(map(len, parts))
+    parts.append(record.history[:kept])
+    return np.concatenate(parts[::-1])
+
+
+def add(state: SchedulerState, request: Request) -> SchedulerState:
+    """Puts a request at the end of the waiting line.
+
+    Raises:
+      ValueError: it is empty, or can never fit the pool or its block table.
+    """
+    config = state.config
+    if len(request.prompt) < 1:
+        raise ValueError("a prompt has at least one token; got none")
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1; got {request.max_new_tokens}")
+    if request.num_cells > config.max_request_tokens:
+        raise ValueError(
+            f"a request must fit the KV pool: {len(request.prompt)} prompt tokens and {request.max_new_tokens} new "
+            f"ones need {request.num_cells} cells ({blocks_for(request.num_cells, config.block_size)} blocks of "
+            f"{config.block_size}), and one request can hold {config.max_request_tokens} "
+            f"(num_blocks={config.num_blocks}, max_blocks_per_request={config.max_blocks_per_request}); "
+            "raise these or lower max_new_tokens"
+        )
+    return replace(state, waiting=state.waiting.push(Waiting(request=request, outputs=np.empty(0, np.int32))))

@@ -1,0 +1,77 @@
+"""Small checks of what users hand in, with errors that say the rule, the value and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import operator
+from dataclasses import fields
+from typing import Any
+
+
+def rejects_unknown_fields(cls):
+    """Class decorator: a misspelt field is a TypeError that names the nearest real one."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self, *args: Any, **kwargs: Any) -> None:
+        names = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; its fields are {', '.join(names)}"
+                raise TypeError(f"{cls.__name__} has no field {name!r}{hint}")
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked
+    return cls
+
+
+def check_int(name: str, value: object, *, minimum: int, none: bool = False) -> int | None:
+    """An int of at least `minimum`, or None where allowed; returned as Python's own int, which never overflows.
+
+    Raises:
+      TypeError, ValueError: it is not.
+    """
+    if value is None and none:
+        return None
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an int{' or None' if none else ''}; got {value!r}")
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}; got {value!r}")
+    return number
+
+
+def set_checked_ints(target: object, names: tuple[str, ...], *, minimum: int, none: bool = False) -> None:
+    """`check_int` for fields of a frozen dataclass, each replaced by Python's own int."""
+    for name in names:
+        object.__setattr__(target, name, check_int(name, getattr(target, name), minimum=minimum, none=none))
+
+
+def check_fraction(name: str, value: object, *, none: bool = False) -> None:
+    """A real number in [0, 1], or None where allowed.
+
+    Raises:
+      TypeError, ValueError: it is not.
+    """
+    if value is None and none:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number in [0, 1]{' or None' if none else ''}; got {value!r}")
+    if math.isnan(value) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must be in [0, 1]; got {value!r}")
+
+
+def check_bool(name: str, value: object, *, none: bool = False) -> None:
+    """A bool, or None where allowed.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if not isinstance(value, bool) and not (none and value is None):
+        raise TypeError(f"{name} must be True or False{' or None' if none else ''}; got {value!r}")
