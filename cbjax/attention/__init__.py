@@ -1,0 +1,11 @@
+"""The `attend` contract, the layout of the KV store and the attention implementations."""
+
+from cbjax.attention.batch import PagedBatch as PagedBatch
+from cbjax.attention.batch import prepare_batch as prepare_batch
+from cbjax.attention.contract import Attend as Attend
+from cbjax.attention.contract import LayerSpec as LayerSpec
+from cbjax.attention.dense import DenseAttend as DenseAttend
+from cbjax.attention.paged import PagedAttend as PagedAttend
+from cbjax.attention.recording import record_layers as record_layers
+from cbjax.attention.spec import KVSpec as KVSpec
+from cbjax.attention.xla import paged_attention as paged_attention

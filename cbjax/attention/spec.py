@@ -1,0 +1,83 @@
+"""The shape of one layer's KV store and the places in it that belong to nobody."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpec:
+    """One layer's KV array, `[2, kv_heads, num_blocks + 2, block_size, head_dim]` (K then V, head-major).
+
+    The two blocks after the `num_blocks` that an allocator hands out are reserved: padding reads the first and
+    writes the second, and nothing that is in them can reach an output. `read_trash`, `sentinel` and `write_trash` are
+    token indices into the flat pool (`block * block_size + offset`).
+
+    Attributes:
+        num_kv_heads: key and value heads.
+        head_dim: width of a head.
+        block_size: tokens per block.
+        num_blocks: blocks that can be handed out.
+        dtype: dtype that keys and values are rounded to.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_blocks: int
+    dtype: jax.typing.DTypeLike = jnp.float32
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "head_dim", "block_size", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1. Got {getattr(self, name)}.")
+        dtype = jnp.dtype(self.dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"dtype must be a floating dtype. Got {dtype}.")
+        object.__setattr__(self, "dtype", dtype)
+        slots = 2 * self.num_kv_heads * (self.num_blocks + 2) * self.block_size
+        if slots >= 2**31:
+            raise ValueError(
+                "A layer's KV store is indexed by int32, so 2 * kv_heads * (num_blocks + 2) * block_size must stay "
+                f"below 2**31. Got {slots}; lower num_blocks."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of one layer's array."""
+        return (2, self.num_kv_heads, self.num_blocks + 2, self.block_size, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in one layer, keys and values together."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's array, the reserved blocks included."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def read_trash(self) -> int:
+        """Token index that padding reads: the first of block `num_blocks`."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def sentinel(self) -> int:
+        """Token index that stands for what left a sliding window."""
+        return self.read_trash + 1
+
+    @property
+    def write_trash(self) -> int:
+        """Token index that padding writes: the first of block `num_blocks + 1`."""
+        return (self.num_blocks + 1) * self.block_size
+
+    def zeros(self) -> jax.Array:
+        """A fresh array of one layer."""
+        return jnp.zeros(self.shape, self.dtype)
+
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of one layer's array, without memory."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)

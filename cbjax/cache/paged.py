@@ -1,0 +1,74 @@
+"""The KV store: device arrays made once, donated to every step and handed back by it.
+
+Store array j holds layer j of every layer group, so a block id belongs to one group at a time. Each array has
+`num_blocks + 2` blocks; the two reserved ones are the padding zone of `KVSpec`, which no allocator hands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from cbjax.attention import KVSpec, LayerSpec
+
+
+def store_specs(
+    layers: Sequence[LayerSpec], *, num_blocks: int, block_size: int, dtype: jax.typing.DTypeLike
+) -> tuple[KVSpec, ...]:
+    """One array per layer of the (one, full) group."""
+    return tuple(
+        KVSpec(
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            dtype=dtype,
+        )
+        for layer in layers
+    )
+
+
+class PagedAttentionCache:
+    """Owns the store's arrays. `kv` is what the next step takes; the step's result is put back into it.
+
+    Attributes:
+      specs: one `KVSpec` per array.
+      kv: the arrays, each `spec.shape`.
+    """
+
+    def __init__(self, specs: Sequence[KVSpec]) -> None:
+        self.specs = tuple(specs)
+        self.kv: list[jax.Array] = [spec.zeros() for spec in self.specs]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be handed out; the arrays have two more."""
+        return self.specs[0].num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.specs[0].block_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays, the reserved blocks included."""
+        return sum(spec.block_bytes * (spec.num_blocks + 2) for spec in self.specs)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a donation was not completed, so that the arrays are gone."""
+        return not self.kv or any(array.is_deleted() for array in self.kv)
+
+    def reset(self) -> None:
+        """Fresh arrays; what the old ones held is lost."""
+        self.close()
+        self.kv = [spec.zeros() for spec in self.specs]
+
+    def close(self) -> None:
+        """Gives the memory back now, whoever else holds references."""
+        for array in self.kv:
+            if not array.is_deleted():
+                array.delete()
+        self.kv = []

@@ -1,0 +1,94 @@
+"""The parts of a decoder as Flax NNX modules over flat tokens: x is [tokens, features], there is no batch axis.
+
+Every row is computed with the same bits however many rows there are, from 2 up. On CPU that rules out two natural
+forms: matrices stored [in, out] (here they are [out, in], contracted over their last axis) and sums as reductions
+(here they are products with ones).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+DType = jax.typing.DTypeLike
+
+
+class Linear(nnx.Module):
+    """x [rows, in] -> [rows, out]: weight [out, in], bias [out] or None."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        dtype: DType,
+        rngs: nnx.Rngs,
+        gain: float = 1.0,
+    ):
+        std = gain / math.sqrt(in_features)
+        self.weight = _normal(rngs, (out_features, in_features), std=std, dtype=dtype)
+        self.bias = _normal(rngs, (out_features,), std=0.1, dtype=dtype) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = contract_last(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...][None, :]
+
+
+class Embedding(nnx.Module):
+    """tokens i32[tokens] -> [tokens, features]: weight [vocab, features]."""
+
+    def __init__(self, num_embeddings: int, features: int, *, std: float, dtype: DType, rngs: nnx.Rngs):
+        self.weight = _normal(rngs, (num_embeddings, features), std=std, dtype=dtype)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        # An id outside the vocabulary becomes NaN, which its request's finite flag reports, instead of the
+        # row of another token that a clamped read would give.
+        rows = self.weight[...].at[tokens]
+        return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm in float32; the product with weight [features] is in the model's dtype."""
+
+    def __init__(self, features: int, *, eps: float, dtype: DType, rngs: nnx.Rngs, gain: float = 1.0):
+        self.weight = _normal(rngs, (features,), mean=gain, std=0.1 * gain, dtype=dtype)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(_row_sums(jnp.square(wide)) / x.shape[1] + self.eps)
+        return self.weight[...][None, :] * normed.astype(x.dtype)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, features: int, hidden: int, *, bias: bool, dtype: DType, rngs: nnx.Rngs):
+        self.gate = Linear(features, hidden, bias=bias, dtype=dtype, rngs=rngs)
+        self.up = Linear(features, hidden, bias=bias, dtype=dtype, rngs=rngs)
+        # The product of the two branches has about a quarter of the input's scale; the gain restores it.
+        self.down = Linear(hidden, features, bias=bias, dtype=dtype, rngs=rngs, gain=2.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def contract_last(x: jax.Array, weight: jax.Array, out_dtype: DType | None = None) -> jax.Array:
+    """x [rows, in] and weight [out, in] -> [rows, out], in x's dtype unless `out_dtype` says otherwise."""
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
+
+
+def _row_sums(x: jax.Array) -> jax.Array:
+    """Sums of x [rows, features], [rows, 1].
+
+    As a product with (two columns of) ones: a reduction on CPU adds in an order that depends on the number of rows.
+    """
+    ones = jnp.ones((2, x.shape[1]), x.dtype)
+    return jax.lax.dot_general(x, ones, (((1,), (1,)), ((), ())), precision="highest")[:, :1]
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], *, mean: float = 0.0, std: float, dtype: DType) -> nnx.Param:
+    values = mean + std * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(values.astype(dtype))
