@@ -1,0 +1,284 @@
+"""The imperative shell around the pure scheduler: schedule -> build -> dispatch -> update.
+
+One thread runs it. Everything that touches the KV store is dispatched in plan order, and data dependency on the store
+orders the rest, so blocks freed by one step can be used by the next. Up to `depth` steps stay in flight; their answers
+are read in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from cbjax.descriptor import BatchDescriptor, Bucket, build
+from cbjax.ladder import Ladder
+from cbjax.requests import RequestState, RequestStatus
+from cbjax.sampling import SamplingParams
+from cbjax.scheduler import (
+    Request,
+    SchedulerConfig,
+    StepOutputs,
+    StepPlan,
+    StepResults,
+    TableDelta,
+    add,
+    cancel,
+    initial_state,
+    schedule,
+    update,
+)
+from cbjax.strict import check_int
+
+
+class Device(Protocol):
+    """Where steps run: the compiled model, or a fake."""
+
+    def update_table(self, delta: TableDelta) -> None: ...
+
+    def forward(self, batch: BatchDescriptor, bucket: Bucket) -> Any:
+        """Answers with `tokens`, `logprobs` and `finite`, one per row of the bucket."""
+        ...
+
+    def recover(self) -> None: ...
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine was made.
+
+    Attributes:
+      steps: by bucket.
+      prefill_tokens, recomputed_tokens: tokens computed that were known; those computed again after a soft reset.
+      soft_resets: requests that lost their blocks.
+      peak_blocks: most blocks held at one time.
+    """
+
+    steps: Counter[Bucket] = field(default_factory=Counter)
+    prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    soft_resets: int = 0
+    peak_blocks: int = 0
+
+
+class Engine:
+    """Owns the state of a run; see the module's docstring.
+
+    Attributes:
+      state: the scheduler's.
+      alive: requests that have not ended, by uid, in order of submission.
+      stats: counts.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        config: SchedulerConfig,
+        ladder: Ladder,
+        *,
+        vocab_size: int,
+        max_positions: int,
+        depth: int = 0,
+    ) -> None:
+        self.device, self.ladder, self.depth = device, ladder, depth
+        self.vocab_size, self.max_positions = vocab_size, max_positions
+        self.state = initial_state(config)
+        self.alive: dict[int, RequestState] = {}
+        self.stats = EngineStats()
+        self._by_id: dict[str, RequestState] = {}
+        self._uids = itertools.count()
+        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int] | np.ndarray,
+        *,
+        max_new_tokens: int | None,
+        eos_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+    ) -> RequestState:
+        """Puts a request into the waiting line.
+
+        Args:
+          request_id: must not be one of a request that is alive.
+          prompt: token ids, at least one, each in ``[0, vocab_size)``; `eos_token_ids` likewise.
+          max_new_tokens: None means as many as the model's positions and the pool allow.
+          sampling: how output tokens are chosen, and whether their logprobs are wanted.
+
+        Raises:
+          TypeError, ValueError: what was handed in cannot be served; nothing else is touched.
+        """
+        if request_id in self._by_id:
+            raise ValueError(f"request_id {request_id!r} is in use by a request that has not ended; choose another")
+        max_new_tokens = check_int("max_new_tokens", max_new_tokens, minimum=1, none=True)
+        wrong = [id for id in eos_token_ids if not 0 <= id < self.vocab_size]
+        if wrong:
+            raise ValueError(f"EOS ids must be in [0, {self.vocab_size}), the model's vocabulary; got {wrong[:5]}")
+        ids = _token_ids(prompt, self.vocab_size)
+        limit = self._limit(len(ids), max_new_tokens)
+        request = Request(
+            uid=next(self._uids),
+            prompt=ids,
+            max_new_tokens=limit,
+            eos_token_ids=eos_token_ids,
+            words=sampling.pack(),
+        )
+        self.state = add(self.state, request)
+        state = RequestState(
+            request_id=request_id,
+            uid=request.uid,
+            prompt=ids,
+            max_new_tokens=limit,
+            wants_logprobs=sampling.logprobs,
+            created_time=time.time(),
+            created=time.perf_counter(),
+        )
+        self.alive[request.uid] = self._by_id[request_id] = state
+        return state
+
+    def _limit(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
+        """Output tokens after which a request ends with "length"; the model's positions are such an end, too."""
+        room = self.max_positions - prompt_tokens
+        if room < 1:
+            raise ValueError(
+                f"the model has {self.max_positions} positions and the prompt has {prompt_tokens} tokens, "
+                "which leaves no place for a new one; shorten the prompt"
+            )
+        if max_new_tokens is None:
+            return max(1, min(room, self.state.config.max_request_tokens - prompt_tokens + 1))
+        return min(room, max_new_tokens)
+
+    def cancel(self, request_id: str) -> RequestState | None:
+        """Ends a request now; its blocks are free at once. None if no such request is alive."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            return None
+        self.state, found = cancel(self.state, request.uid)
+        assert found
+        self._end(request, RequestStatus.CANCELLED, "cancelled", time.perf_counter())
+        return request
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is alive and nothing is in flight."""
+        return not self.alive and not self._in_flight
+
+    def step(self) -> list[RequestState]:
+        """Runs one step, and reads the answers that are due.
+
+        Returns:
+          Requests that gained a token or ended, each once.
+        """
+        plan, state = schedule(self.state)
+        if not plan.is_empty:
+            self.state = state
+            self._dispatch(plan)
+        touched: dict[int, RequestState] = {}
+        while self._in_flight and (plan.is_empty or len(self._in_flight) > self.depth):
+            for request in self._collect():
+                touched[request.uid] = request
+        return list(touched.values())
+
+    def _dispatch(self, plan: StepPlan) -> None:
+        batch = plan.batch
+        bucket = self.ladder.select(batch)
+        descriptor = build(batch, bucket, self.state.config.max_requests_per_batch)
+        self.device.update_table(plan.table)
+        self._in_flight.append((plan, self.device.forward(descriptor, bucket)))
+        self._account(plan, bucket)
+
+    def _account(self, plan: StepPlan, bucket: Bucket) -> None:
+        stats, batch, now = self.stats, plan.batch, time.perf_counter()
+        stats.steps[bucket] += 1
+        stats.prefill_tokens += int(batch.count[~batch.carried].sum())
+        stats.peak_blocks = max(stats.peak_blocks, self.state.config.num_blocks - self.state.pool.num_free)
+        for reset in plan.soft_resets:
+            request = self.alive[reset.uid]
+            request.status = RequestStatus.PENDING
+            request.num_soft_resets += 1
+            stats.soft_resets += 1
+            stats.recomputed_tokens += reset.num_tokens
+        for uid in batch.uid[~batch.carried].tolist():
+            request = self.alive[uid]
+            request.status = RequestStatus.PREFILLING
+            request.started = request.started or now
+
+    def _collect(self) -> list[RequestState]:
+        plan, answer = self._in_flight[0]
+        rows = plan.batch.num_rows
+        outputs = StepOutputs(
+            tokens=np.asarray(answer.tokens)[:rows],
+            logprobs=np.asarray(answer.logprobs)[:rows],
+            finite=np.asarray(answer.finite)[:rows],
+        )
+        self._in_flight.popleft()
+        self.state, results = update(self.state, plan, outputs)
+        return self._deliver(results)
+
+    def _deliver(self, results: StepResults) -> list[RequestState]:
+        now = time.perf_counter()
+        touched = []
+        for uid, token, logprob in zip(
+            results.uid.tolist(), results.tokens.tolist(), results.logprobs.tolist(), strict=True
+        ):
+            request = self.alive[uid]
+            request.status = RequestStatus.DECODING
+            request.generated_tokens.append(token)
+            if request.wants_logprobs:
+                request.logprobs.append(logprob)
+            request.timestamps.append(now - request.created)
+            touched.append(request)
+        for ended in results.ended:
+            request = self.alive[ended.uid]
+            if ended.reason == "failed":
+                touched.append(request)
+                error = "the model's logits were not finite (NaN or infinite): check the weights and the dtype"
+                self._end(request, RequestStatus.FAILED, "failed", now, error)
+            else:
+                self._end(request, RequestStatus.FINISHED, ended.reason, now)
+        return touched
+
+    def _end(
+        self, request: RequestState, status: RequestStatus, reason: str, now: float, error: str | None = None
+    ) -> None:
+        request.end(status, reason, now, error)
+        del self.alive[request.uid], self._by_id[request.request_id]
+
+    def abort(self, status: RequestStatus, reason: str, error: str | None = None) -> list[RequestState]:
+        """Ends every request and forgets what is in flight: after an interrupt, an error, or at close.
+
+        Works whatever was interrupted: the scheduler starts from an empty state, and the device checks its arrays.
+        """
+        now, ended = time.perf_counter(), list(self.alive.values())
+        self._in_flight.clear()
+        self.state = initial_state(self.state.config)
+        self.alive, self._by_id = {}, {}
+        for request in ended:
+            if request.status < RequestStatus.FINISHED:
+                request.end(status, reason, now, error)
+        self.device.recover()
+        return ended
+
+
+def _token_ids(prompt: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """i32[tokens], read-only; raises as `Engine.submit` says."""
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # ragged, so not flat either
+        ids = np.empty((0, 0), np.int32)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise TypeError(f"a prompt is a flat sequence of int token ids; got {prompt!r:.80}")
+    if not ids.size:
+        raise ValueError("a prompt has at least one token; got none (to continue from nothing, pass the BOS id)")
+    if (ids < 0).any() or (ids >= vocab_size).any():
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][:5].tolist()
+        raise ValueError(f"token ids must be in [0, {vocab_size}), the model's vocabulary; got {wrong}")
+    ids = ids.astype(np.int32)
+    ids.setflags(write=False)
+    return ids

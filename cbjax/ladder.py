@@ -1,0 +1,81 @@
+"""The ladder: every bucket a step can be padded to, and with it every program that can ever be compiled.
+
+There are no buckets by context length: attention loops over fixed chunks with a dynamic trip count. Decode buckets go
+by rows (2, 8, 16, 32, ...; at least 2, since matrix products of one row take other paths), mixed ones by tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cbjax.descriptor import Bucket
+from cbjax.scheduler import Batch
+
+MIN_DECODE_ROWS = 2
+MIN_MIXED_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """Buckets in ascending order; the last of each kind holds the largest step the budgets allow.
+
+    Attributes:
+      max_batch_tokens: the token budget; the smallest mixed bucket can be larger.
+    """
+
+    max_batch_tokens: int
+    decode: tuple[Bucket, ...]
+    mixed: tuple[Bucket, ...]
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self.decode + self.mixed
+
+    def select(self, batch: Batch) -> Bucket:
+        """The smallest bucket that fits; decode programs first, since they are cheaper."""
+        for bucket in self.buckets:
+            if bucket.fits(batch):
+                return bucket
+        raise ValueError(f"{batch.num_rows} rows with {batch.num_tokens} tokens fit no bucket of the ladder")
+
+    def reachable(self, *, num_requests: int, num_tokens: int) -> tuple[Bucket, ...]:
+        """Buckets that a job of `num_requests` requests can come to need.
+
+        Args:
+          num_requests: requests that exist at one time, at most.
+          num_tokens: tokens that all of them together can put into one step.
+        """
+        return _up_to(self.decode, "rows", num_requests) + _up_to(self.mixed, "tokens", num_tokens)
+
+    def reachable_alone(self, prompt_tokens: int, new_tokens: int) -> tuple[Bucket, ...]:
+        """Buckets that one request needs: for whole chunks of its prompt, for their rest, and for decodes."""
+        budget = self.max_batch_tokens
+        chunks = {min(prompt_tokens, budget), prompt_tokens % budget} - {0}
+        if new_tokens > 1:
+            chunks.add(1)
+        ones, several = self.decode or self.mixed, self.mixed
+        return tuple(sorted({next(b for b in (ones if n == 1 else several) if b.tokens >= n) for n in chunks}))
+
+
+def make_ladder(*, max_batch_tokens: int, max_rows: int, decode: bool = True) -> Ladder:
+    """The ladder of these budgets (tokens, rows); without `decode` every step runs in a mixed bucket."""
+    rows = _rungs((MIN_DECODE_ROWS, 8), max(max_rows, MIN_DECODE_ROWS))
+    tokens = _rungs((MIN_MIXED_TOKENS,), max(max_batch_tokens, MIN_MIXED_TOKENS))
+    return Ladder(
+        max_batch_tokens=max_batch_tokens,
+        decode=tuple(Bucket(kind="decode", tokens=r, rows=r) for r in rows if decode),
+        mixed=tuple(Bucket(kind="mixed", tokens=t, rows=min(t, rows[-1])) for t in tokens),
+    )
+
+
+def _rungs(first: tuple[int, ...], last: int) -> list[int]:
+    """`first`, then doubling, up to and including `last`."""
+    rungs = [rung for rung in first if rung < last]
+    while rungs and rungs[-1] * 2 < last and rungs[-1] >= first[-1]:
+        rungs.append(rungs[-1] * 2)
+    return [*rungs, last]
+
+
+def _up_to(buckets: tuple[Bucket, ...], field: str, wanted: int) -> tuple[Bucket, ...]:
+    enough = [i for i, bucket in enumerate(buckets) if getattr(bucket, field) >= wanted]
+    return buckets[: enough[0] + 1] if enough else buckets
