@@ -1,0 +1,183 @@
+"""The command line: `cbjax generate`. Nothing heavy is imported before the arguments are understood."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, TextIO
+
+_EXAMPLE = "example: cbjax generate 'What is the capital of France?'"
+
+
+class UsageError(Exception):
+    """The arguments ask for nothing that can be done."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; making it imports neither jax nor anything else that is slow."""
+    from cbjax import __version__
+
+    about = "Continuous-batching inference for JAX."
+    parser = argparse.ArgumentParser(prog="cbjax", description=about, epilog=_EXAMPLE)
+    parser.add_argument("--version", action="version", version=f"cbjax {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    generate = commands.add_parser(
+        "generate",
+        help="generate text for one prompt or many",
+        description="A single prompt streams as text; many are batched, with a progress bar and a closing table.",
+        epilog=_EXAMPLE,
+    )
+    add = generate.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="text; '-' reads one prompt from standard input")
+    add("--model", default="demo", help="'demo' (SmolLM2-135M-Instruct), a Hugging Face folder, a .gguf file, a hub id")
+    add("--file", type=Path, metavar="PROMPTS.JSONL", help="one prompt per line: a JSON string, list of ids, or object "
+        "with 'prompt' (text or ids) or 'messages'")  # fmt: skip
+    style = generate.add_mutually_exclusive_group()
+    style.add_argument("--chat", action="store_true", default=None, help="prompts are a user's messages")
+    style.add_argument("--raw", dest="chat", action="store_false", help="prompts are continued as they are; default: "
+                       "--chat where the model has a chat template")  # fmt: skip
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="output tokens at most (default 256)")
+    add("--temperature", type=float, metavar="T", help="sample with this temperature; default: greedy")
+    add("--top-k", type=int, metavar="K", help="sample from the K largest logits")
+    add("--top-p", type=float, metavar="P", help="sample from the smallest set of this probability")
+    add("--seed", type=int, help="makes sampled output reproducible")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV cache (default float32)")
+    add("--block-size", type=int, metavar="TOKENS", help="tokens of a KV block (default 256)")
+    add("--num-blocks", type=int, metavar="N", help="blocks of the KV pool (default: what the prompts need)")
+    add("--max-batch-tokens", type=int, metavar="N", help="tokens computed in one step")
+    add("--scheduler", choices=("fifo", "prefill_first"), default="fifo", help="scheduling policy (default fifo)")
+    add("--json", type=Path, metavar="OUT", help="write outputs, settings and summary as JSON ('-': standard output)")
+    add("--report", action="store_true", help="show every setting in use and why")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 0, 1 if a request or the run failed, 2 for bad usage, 130."""
+    args = build_parser().parse_args(argv)
+    try:
+        return _generate(args)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except UsageError as error:
+        print(f"cbjax: {error}", file=sys.stderr)
+        return 2
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        print(f"cbjax: {error}", file=sys.stderr)
+        return 1
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompts = _read_prompts(args)
+    if args.json and args.json.is_dir():
+        raise ValueError(f"--json {args.json}: that is a folder; name a file")
+    if args.json and str(args.json) != "-" and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: its folder does not exist; make it first")
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows another, and goes on
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+    # Refused requests are told at the end; the library's own warning would say it twice.
+    logging.getLogger("cbjax").setLevel(logging.ERROR)
+    from cbjax.causal_lm import CausalLM
+    from cbjax.config import ContinuousBatchingConfig, GenerationConfig
+
+    generation = GenerationConfig(
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p
+    )
+    asked = {"block_size": args.block_size, "num_blocks": args.num_blocks, "max_batch_tokens": args.max_batch_tokens}
+    config = ContinuousBatchingConfig(
+        seed=args.seed, scheduler_type=args.scheduler, **{name: v for name, v in asked.items() if v is not None}
+    )
+    lm = CausalLM.from_pretrained(args.model, dtype=args.dtype, progress_bar=True)
+    inputs = [_as_input(prompt, args.chat, lm) for prompt in prompts]
+    quiet = str(args.json) == "-"
+    try:
+        if len(inputs) == 1:
+            _stream(lm, inputs[0], generation, config, sys.stderr if quiet else sys.stdout)
+        else:
+            lm.generate_batch(inputs, generation, config, progress_bar=True)
+    finally:  # an interrupted run has outputs, too
+        if args.json and lm.summary:
+            _write_json(args, lm)
+    if len(inputs) > 1 and not quiet:
+        _show(lm.last_outputs.values())
+    print(f"\n{lm.summary}", file=sys.stderr)
+    if args.report and lm.session:
+        print(f"\n{lm.session.resolved.report()}", file=sys.stderr)
+    failed = [output for output in lm.last_outputs.values() if output.error]
+    for output in failed:
+        print(f"cbjax: {output.request_id} failed: {output.error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _read_prompts(args: argparse.Namespace) -> list[Any]:
+    if "-" in args.prompts and sys.stdin is None:
+        raise UsageError("'-' reads a prompt from standard input, which is closed")
+    prompts: list[Any] = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    if args.file is not None:
+        # Lines end at "\n" alone: JSON strings may hold the other characters that str.splitlines splits at.
+        for number, line in enumerate(args.file.read_text(encoding="utf-8-sig").split("\n"), start=1):
+            if line.strip():
+                prompts.append(_parse_line(line, f"{args.file}, line {number}"))
+    if not prompts:
+        raise UsageError(f"no prompts: give some as arguments or with --file; {_EXAMPLE}")
+    return prompts
+
+
+def _parse_line(line: str, where: str) -> Any:
+    """Text, ids, or messages of one line of a prompt file."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: every line is JSON: {error}") from error
+    if isinstance(value, dict):
+        known = [value[key] for key in ("prompt", "messages", "text") if key in value]
+        if len(known) != 1:
+            raise ValueError(f"{where}: an object has exactly one of 'prompt', 'messages', 'text'; got {sorted(value)}")
+        value = known[0]
+    if not isinstance(value, str | list):
+        raise ValueError(f"{where}: a prompt is text, a list of token ids, or a list of messages; got {value!r}")
+    return value
+
+
+def _as_input(prompt: Any, chat: bool | None, lm: Any) -> Any:
+    """Text becomes a user's message where that is asked for or, by default, where the model was made for it."""
+    if chat is None:
+        chat = getattr(lm.tokenizer, "chat_template", None) is not None
+    return [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
+
+
+def _stream(lm: Any, prompt: Any, generation: Any, config: Any, out: TextIO) -> None:
+    told = 0
+    for output in lm.stream(prompt, generation, config, progress_bar=True):
+        print(output.text[told:], end="", file=out, flush=True)
+        told = len(output.text)
+    print(file=out)
+
+
+def _show(outputs: Any) -> None:
+    for output in outputs:
+        print(f"[{output.request_id}] {output.text}\n")
+
+
+def _write_json(args: argparse.Namespace, lm: Any) -> None:
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    document = {
+        "settings": settings,
+        "summary": asdict(lm.summary) | {"tokens_per_second": lm.summary.tokens_per_second},
+        "outputs": [asdict(output) | {"status": output.status.name} for output in lm.last_outputs.values()],
+    }
+    text = json.dumps(document, indent=1, allow_nan=False)  # ASCII, so that every prompt can be written
+    if str(args.json) == "-":
+        print(text)
+    else:
+        part = args.json.with_name(args.json.name + ".part")
+        part.write_text(text + "\n", encoding="ascii")
+        part.replace(args.json)

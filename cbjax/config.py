@@ -1,0 +1,171 @@
+"""What users ask for: batching settings, generation settings, and hints about the workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cbjax.sampling.params import SamplingParams
+from cbjax.scheduler import MIN_BLOCK_SIZE, scheduler_named
+from cbjax.strict import check_bool, check_fraction, rejects_unknown_fields, set_checked_ints
+
+# Fields that exist for compatibility or are to come: the values that ask for nothing this version cannot do.
+_WITHOUT_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
+    "use_async_batching": ((None, False), "steps run one after another in this version"),
+    "use_cuda_graph": ((None, False), "every step is one compiled program already"),
+    "default_compile_level": ((0,), "every step is one compiled program already"),
+    "cpu_offload_space": ((0, 0.0), "requests that lose their blocks are recomputed in this version"),
+    "cpu_offload_space_safety_threshold": ((0.8,), "there is no host-memory tier in this version"),
+    "max_queue_size": ((0,), "requests are handed to the engine directly in this version"),
+}
+
+
+@rejects_unknown_fields
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuousBatchingConfig:
+    """How requests are batched. None means: decided at start, and told by `ResolvedConfig.report()`.
+
+    Attributes:
+      block_size: tokens of a KV block, the unit of allocation; at least 4.
+      num_blocks: blocks of the pool. None: what the workload can need, at most what fits into memory.
+      max_batch_tokens: tokens computed in one step. None: 8192, on CPU 512, less if memory is short.
+      max_memory_percent: fraction of free memory the engine may take. None: 0.9, on CPU 0.6.
+      max_requests_per_batch: rows of one step. None: 1024, on CPU 64, at most `max_batch_tokens` and `num_blocks`.
+      max_blocks_per_request: columns of the block table. None: from the workload, else what 8192 tokens need. 0: the
+        same, and without the decode programs (every step runs as a mixed one).
+      allow_block_sharing: prefix caching; not in this version, said in the report.
+      use_async_batching, use_cuda_graph, default_compile_level, cpu_offload_space (GiB),
+        cpu_offload_space_safety_threshold, max_queue_size: no effect in this version; values that would ask for
+        something are refused.
+      scheduler_type: "fifo" or "prefill_first".
+      safety_margin: fraction of the pool below which waiting requests are held back. None: 0.15 for fifo, 0.0 for
+        prefill_first.
+      return_logprobs: log-probability of each generated token.
+      per_request_processors: sampling settings per request; always possible here, so both values are accepted.
+      seed: of requests that have none of their own. None: drawn anew for each call.
+      compilation_cache: keep compiled programs on disk between processes.
+
+    Raises:
+      TypeError, ValueError: a field that does not exist, or a value outside its range.
+    """
+
+    block_size: int = 256
+    num_blocks: int | None = None
+    max_batch_tokens: int | None = None
+    max_memory_percent: float | None = None
+    max_requests_per_batch: int | None = None
+    max_blocks_per_request: int | None = None
+    allow_block_sharing: bool = True
+    use_async_batching: bool | None = None
+    use_cuda_graph: bool | None = None
+    default_compile_level: int = 0
+    scheduler_type: str = "fifo"
+    safety_margin: float | None = None
+    cpu_offload_space: float = 0.0
+    cpu_offload_space_safety_threshold: float = 0.8
+    return_logprobs: bool = False
+    per_request_processors: bool = False
+    max_queue_size: int = 0
+    seed: int | None = None
+    compilation_cache: bool = True
+
+    def __post_init__(self) -> None:
+        set_checked_ints(self, ("block_size",), minimum=0)
+        if self.block_size < MIN_BLOCK_SIZE:
+            raise ValueError(f"block_size must be at least {MIN_BLOCK_SIZE} tokens; got {self.block_size}")
+        set_checked_ints(self, ("num_blocks", "max_batch_tokens", "max_requests_per_batch"), minimum=1, none=True)
+        set_checked_ints(self, ("max_blocks_per_request", "seed"), minimum=0, none=True)
+        check_fraction("max_memory_percent", self.max_memory_percent, none=True)
+        check_fraction("safety_margin", self.safety_margin, none=True)
+        for name in ("allow_block_sharing", "return_logprobs", "per_request_processors", "compilation_cache"):
+            check_bool(name, getattr(self, name))
+        scheduler_named(self.scheduler_type)
+        for name, (accepted, why) in _WITHOUT_EFFECT.items():
+            value = getattr(self, name)
+            if not any(value is ok or (type(value) is type(ok) and value == ok) for ok in accepted):
+                raise ValueError(f"{name}={value!r} has no effect yet: {why}; leave it at {accepted[0]!r}")
+
+
+@rejects_unknown_fields
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """How one request is generated.
+
+    Attributes:
+      max_new_tokens: output tokens at most, at least 1. None: up to the model's last position or the pool's end.
+      do_sample: draw from the distribution instead of taking the largest logit. None: True if a temperature above 0,
+        a top_k or a top_p is given.
+      temperature: divides the logits; 0 means greedy. None: 1.0.
+      top_k: keep the k largest logits; None, 0 and -1 mean all.
+      top_p: keep the smallest set of the largest probabilities whose mass reaches this, in (0, 1]. None: all.
+      seed: the request's tokens depend on it, the prompt, these settings and the weights only. None: derived from
+        `ContinuousBatchingConfig.seed` and the request's place in the call.
+      eos_token_id: ids that end the request. None: the model's own; -1 (or an empty sequence): none.
+
+    Raises:
+      TypeError, ValueError: a field that does not exist, or a value outside its range.
+    """
+
+    max_new_tokens: int | None = 20
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        set_checked_ints(self, ("max_new_tokens",), minimum=1, none=True)
+        set_checked_ints(self, ("seed",), minimum=0, none=True)
+        check_bool("do_sample", self.do_sample, none=True)
+        self.eos_token_ids(())
+        if self.do_sample is False and self.asks_to_sample:
+            raise ValueError(
+                "do_sample=False takes the largest logit and leaves temperature, top_k and top_p without effect; got "
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: drop one or the other"
+            )
+        self.sampling(seed=0, logprobs=False)
+
+    @property
+    def asks_to_sample(self) -> bool:
+        """Whether a setting only makes sense for a sampled request."""
+        return bool(self.temperature) or self.top_k not in (None, 0, -1) or self.top_p not in (None, 1, 1.0)
+
+    def sampling(self, *, seed: int, logprobs: bool) -> SamplingParams:
+        """The sampler's settings; `seed` is used if the config has none."""
+        return SamplingParams(
+            do_sample=self.asks_to_sample if self.do_sample is None else self.do_sample,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=seed if self.seed is None else self.seed,
+            logprobs=logprobs,
+        )
+
+    def eos_token_ids(self, default: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids that end the request; negative ones mean none and are dropped.
+
+        Raises:
+          TypeError: not ints.
+        """
+        if self.eos_token_id is None:
+            return default
+        given = self.eos_token_id
+        ids = getattr(given, "tolist", lambda: given)()  # of an array, too
+        ids = ids if isinstance(ids, Sequence) else (ids,)
+        if isinstance(ids, str | bytes) or any(isinstance(i, bool) or not hasattr(i, "__index__") for i in ids):
+            raise TypeError(f"eos_token_id must be an int, a sequence of ints or None; got {self.eos_token_id!r}")
+        return tuple(sorted({int(i) for i in ids if i >= 0}))
+
+
+@rejects_unknown_fields
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadHints:
+    """What is to come, as far as it is known; 0 where it is not. Lengths in tokens."""
+
+    max_prompt_length: int = 0
+    max_generated_length: int = 0
+    num_requests: int = 0
+
+    def __post_init__(self) -> None:
+        set_checked_ints(self, ("max_prompt_length", "max_generated_length", "num_requests"), minimum=0)

@@ -1,0 +1,238 @@
+"""`resolve`: from what was asked, hints and machine facts to what is used. Pure, and told in full by `report()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cbjax.config import ContinuousBatchingConfig, WorkloadHints
+from cbjax.ladder import MIN_DECODE_ROWS, Ladder, make_ladder
+from cbjax.machine import MachineFacts
+from cbjax.sampling.params import NUM_WORDS
+from cbjax.scheduler import NUM_RESERVED_BLOCKS, SchedulerConfig, blocks_for, scheduler_named
+
+# The block table's width without hints, in blocks of the default size: 32 x 256 = 8192 tokens.
+FALLBACK_BLOCKS_PER_REQUEST = 32
+FALLBACK_REQUEST_TOKENS = FALLBACK_BLOCKS_PER_REQUEST * ContinuousBatchingConfig().block_size
+_CPU_DEFAULTS = {"max_batch_tokens": 512, "max_requests_per_batch": 64, "max_memory_percent": 0.6}
+_ACCELERATOR_DEFAULTS = {"max_batch_tokens": 8192, "max_requests_per_batch": 1024, "max_memory_percent": 0.9}
+_MIN_BATCH_TOKENS = 256
+# Of the engine's memory, what a step's temporaries may take before max_batch_tokens is lowered.
+_TEMPORARY_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What sizing needs of a model.
+
+    Attributes:
+      block_bytes_per_token: KV bytes of one token over all layers, as the store lays them out.
+      token_bytes: temporaries of one token in a step.
+      row_bytes: temporaries of one row of logits.
+      max_positions: positions the model was made for, in tokens.
+    """
+
+    block_bytes_per_token: int
+    token_bytes: int
+    row_bytes: int
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One field: what was asked, what is used, and why."""
+
+    field: str
+    asked: object
+    used: object
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """What the engine uses.
+
+    Attributes:
+      scheduler: budgets, pool and policy.
+      ladder: buckets.
+      num_bytes: of the KV store, the two reserved blocks included.
+      decisions: every field's, in order.
+    """
+
+    config: ContinuousBatchingConfig
+    scheduler: SchedulerConfig
+    ladder: Ladder
+    num_bytes: int
+    decisions: tuple[Decision, ...]
+
+    def report(self) -> str:
+        """A table of what was asked and what is used; whatever was asked for and not given stands here."""
+        rows = [("setting", "asked", "used", "why")]
+        rows += [(d.field, str(d.asked), str(d.used), d.why) for d in self.decisions]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ["  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=True)), row[3]]) for row in rows]
+        pool = self.scheduler
+        tokens = pool.num_blocks * pool.block_size
+        lines.append(f"pool: {tokens} tokens, {self.num_bytes / 2**20:.1f} MiB with the two reserved blocks")
+        lines.append("programs: " + ", ".join(map(str, self.ladder.buckets)))
+        return "\n".join(lines)
+
+
+def for_call(resolved: ResolvedConfig, config: ContinuousBatchingConfig) -> ResolvedConfig:
+    """The same decisions for a config that differs only in what a call may change."""
+    changed = {decision.field: decision for decision in _per_call(config)}
+    decisions = tuple(changed.get(decision.field, decision) for decision in resolved.decisions)
+    return replace(resolved, config=config, decisions=decisions)
+
+
+def blocks_from_hints(max_prompt: int, max_generated: int, block_size: int) -> int:
+    """Columns of the block table for the longest request hinted: its blocks and one more, rounded up to even."""
+    blocks = blocks_for(max_prompt + max_generated, block_size) + 1
+    return blocks + blocks % 2
+
+
+def resolve(
+    config: ContinuousBatchingConfig, hints: WorkloadHints, machine: MachineFacts, model: ModelFacts
+) -> ResolvedConfig:
+    """Decides every field that was left open.
+
+    Raises:
+      ValueError: the pool that was asked for, or the smallest useful one, does not fit into memory.
+    """
+    defaults = _CPU_DEFAULTS if machine.platform == "cpu" else _ACCELERATOR_DEFAULTS
+    percent = config.max_memory_percent if config.max_memory_percent is not None else defaults["max_memory_percent"]
+    budget = int(machine.free_bytes * percent)
+    decisions = [
+        Decision(field="max_memory_percent", asked=config.max_memory_percent, used=percent,
+                 why=f"{budget / 2**30:.2f} GiB of {machine.free_bytes / 2**30:.2f} free, by {machine.source}"),
+        Decision(field="block_size", asked=config.block_size, used=config.block_size, why="tokens"),
+    ]  # fmt: skip
+    tokens = _batch_tokens(config, defaults, budget, model, decisions)
+    rows_wanted = min(config.max_requests_per_batch or defaults["max_requests_per_batch"], tokens)
+    num_blocks = _num_blocks(config, hints, budget, model, tokens, rows_wanted, decisions)
+    rows = _rows(config, rows_wanted, num_blocks, decisions)
+    columns = _columns(config, hints, num_blocks, decisions)
+    policy = scheduler_named(config.scheduler_type)
+    margin = _margin(config, hints, num_blocks, rows, policy.default_safety_margin, decisions)
+    decisions += _fixed(config)
+    scheduler = SchedulerConfig(
+        policy=policy,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_batch_tokens=tokens,
+        max_requests_per_batch=rows,
+        max_blocks_per_request=columns,
+        safety_margin=margin,
+        num_words=NUM_WORDS,
+    )
+    return ResolvedConfig(
+        config=config,
+        scheduler=scheduler,
+        ladder=make_ladder(max_batch_tokens=tokens, max_rows=rows, decode=config.max_blocks_per_request != 0),
+        num_bytes=(num_blocks + NUM_RESERVED_BLOCKS) * config.block_size * model.block_bytes_per_token,
+        decisions=tuple(decisions),
+    )
+
+
+def _batch_tokens(config, defaults, budget: int, model: ModelFacts, decisions: list[Decision]) -> int:
+    asked, used, why = config.max_batch_tokens, config.max_batch_tokens, "as asked"
+    if asked is None:
+        used, why = defaults["max_batch_tokens"], "default of the platform"
+        affordable = int(budget * _TEMPORARY_SHARE) // max(1, model.token_bytes)
+        if affordable < used:
+            used = max(_MIN_BATCH_TOKENS, affordable)
+            why = f"what {_TEMPORARY_SHARE:.0%} of the memory holds in temporaries, at least {_MIN_BATCH_TOKENS}"
+    decisions.append(Decision(field="max_batch_tokens", asked=asked, used=used, why=why))
+    return used
+
+
+def _num_blocks(config, hints, budget, model, tokens, rows, decisions: list[Decision]) -> int:
+    block_bytes = config.block_size * model.block_bytes_per_token
+    temporaries = tokens * model.token_bytes + rows * model.row_bytes
+    fits = (budget - temporaries) // block_bytes - NUM_RESERVED_BLOCKS
+    asked = config.num_blocks
+    if asked is not None:
+        used, why = asked, f"as asked; {fits} fit"
+    else:
+        used, why = fits, "what fits beside a step's temporaries"
+        longest = min(hints.max_prompt_length + hints.max_generated_length, model.max_positions)
+        if longest:
+            need = blocks_for(longest, config.block_size) * min(hints.num_requests or rows, rows)
+            if need < fits:
+                used, why = need, f"what the workload can need; {fits} would fit"
+    if used > fits or used < 1:
+        raise ValueError(
+            f"the KV pool must fit into memory: num_blocks={max(used, 1)} blocks of {block_bytes / 2**20:.2f} MiB "
+            f"and {temporaries / 2**20:.0f} MiB of temporaries against {budget / 2**20:.0f} MiB, "
+            f"which hold {max(fits, 0)} blocks; "
+            "lower num_blocks, max_batch_tokens or max_requests_per_batch, or raise max_memory_percent"
+        )
+    decisions.append(Decision(field="num_blocks", asked=asked, used=used, why=why))
+    return used
+
+
+def _rows(config, wanted: int, num_blocks: int, decisions: list[Decision]) -> int:
+    asked, used = config.max_requests_per_batch, wanted
+    why = "as asked" if asked == used else "at most max_batch_tokens" if asked else "default of the platform"
+    if asked is None and num_blocks < used:
+        used, why = max(num_blocks, MIN_DECODE_ROWS), "every row holds a block at least"
+    decisions.append(Decision(field="max_requests_per_batch", asked=asked, used=used, why=why))
+    return used
+
+
+def _columns(config, hints, num_blocks: int, decisions: list[Decision]) -> int:
+    asked, used = config.max_blocks_per_request, config.max_blocks_per_request
+    why = "as asked"
+    if not asked:
+        if hints.max_prompt_length + hints.max_generated_length:
+            used = blocks_from_hints(hints.max_prompt_length, hints.max_generated_length, config.block_size)
+            why = "the longest request hinted"
+        else:
+            used = max(FALLBACK_BLOCKS_PER_REQUEST, blocks_for(FALLBACK_REQUEST_TOKENS, config.block_size))
+            why = f"no hints: at least {FALLBACK_REQUEST_TOKENS} tokens"
+        if asked == 0:
+            why += "; without decode programs"
+    if used > num_blocks:
+        used, why = num_blocks, "no request can hold more than the pool"
+    decisions.append(Decision(field="max_blocks_per_request", asked=asked, used=used, why=why))
+    return used
+
+
+def _margin(config, hints, num_blocks: int, rows: int, default: float, decisions: list[Decision]) -> float:
+    asked, used, why = config.safety_margin, config.safety_margin, "as asked"
+    if asked is None:
+        used, why = default, "default of the policy: fraction of the pool kept from waiting requests"
+        longest = hints.max_prompt_length + hints.max_generated_length
+        at_once = min(hints.num_requests or rows, rows)
+        if longest and blocks_for(longest, config.block_size) * at_once <= num_blocks:
+            used, why = 0.0, "the pool holds every request at its longest, so nobody can lack a block"
+    decisions.append(Decision(field="safety_margin", asked=asked, used=used, why=why))
+    return used
+
+
+def _fixed(config: ContinuousBatchingConfig) -> list[Decision]:
+    def decision(field: str, used: object, why: str) -> Decision:
+        return Decision(field=field, asked=getattr(config, field), used=used, why=why)
+
+    sharing = "asked, not given: this version computes every prompt" if config.allow_block_sharing else "off, as asked"
+    return [
+        decision("scheduler_type", config.scheduler_type, "as asked"),
+        decision("allow_block_sharing", False, sharing),
+        decision("use_async_batching", False, "steps run one after another"),
+        decision("use_cuda_graph", False, "every step is one compiled program"),
+        decision("default_compile_level", 0, "every step is one compiled program"),
+        decision("cpu_offload_space", 0.0, "requests that lose their blocks are recomputed"),
+        decision("cpu_offload_space_safety_threshold", 0.8, "without effect: no host-memory tier"),
+        decision("per_request_processors", True, "sampling settings are always per request"),
+        decision("max_queue_size", 0, "requests are handed to the engine directly"),
+        *_per_call(config),
+    ]
+
+
+def _per_call(config: ContinuousBatchingConfig) -> list[Decision]:
+    """The fields that a call may change without a new store or program."""
+    logprobs, seed = config.return_logprobs, config.seed
+    drawn = "drawn anew for each call" if seed is None else "as asked"
+    return [
+        Decision(field="return_logprobs", asked=logprobs, used=logprobs, why="as asked"),
+        Decision(field="seed", asked=seed, used="random" if seed is None else seed, why=drawn),
+    ]

@@ -1,0 +1,148 @@
+"""A session: one engine with its store and programs, kept between calls that ask for the same settings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cbjax.cache import PagedAttentionCache, store_specs
+from cbjax.compilation_cache import enable_compilation_cache
+from cbjax.config import ContinuousBatchingConfig, WorkloadHints
+from cbjax.descriptor import Bucket
+from cbjax.engine import Engine
+from cbjax.machine import MachineFacts, machine_facts
+from cbjax.programs import ModelDevice, Program
+from cbjax.progress import progress
+from cbjax.resolve import Decision, ModelFacts, ResolvedConfig, resolve
+from cbjax.scheduler import blocks_for
+
+if TYPE_CHECKING:
+    from cbjax.causal_lm import CausalLM
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Attributes:
+    resolved: the settings in use.
+    engine, device: what runs.
+    """
+
+    def __init__(self, lm: CausalLM, config: ContinuousBatchingConfig, hints: WorkloadHints) -> None:
+        self.key = session_key(config)
+        self.model_facts = model_facts(lm)
+        self.machine: MachineFacts = machine_facts()
+        cache_in_use = enable_compilation_cache() if config.compilation_cache else "off, as asked"
+        resolved = resolve(config, hints, self.machine, self.model_facts)
+        decision = Decision(
+            field="compilation_cache",
+            asked=config.compilation_cache,
+            used=cache_in_use,
+            why="compiled programs on disk",
+        )
+        self.resolved: ResolvedConfig = replace(resolved, decisions=(*resolved.decisions, decision))
+        scheduler = resolved.scheduler
+        specs = store_specs(lm.layers, num_blocks=scheduler.num_blocks, block_size=scheduler.block_size, dtype=lm.dtype)
+        cache = PagedAttentionCache(specs)
+        self.device = ModelDevice(lm.bind, lm.params, cache, scheduler)
+        self.engine = Engine(
+            self.device, scheduler, resolved.ladder, vocab_size=lm.vocab_size, max_positions=lm.max_positions
+        )
+        log.info("session: %s\n%s", self.machine.device, self.resolved.report())
+
+    def covers(self, hints: WorkloadHints) -> bool:
+        """Whether this session is as good as a new one for such a workload.
+
+        It is not if its pool was sized for a smaller workload and memory allows a larger pool.
+        """
+        if not hints.num_requests:
+            return True
+        mine = self.resolved.scheduler
+        wanted = resolve(self.resolved.config, hints, self.machine, self.model_facts).scheduler
+        longest = min(hints.max_prompt_length + hints.max_generated_length, self.model_facts.max_positions)
+        columns = min(blocks_for(longest, mine.block_size), wanted.max_blocks_per_request)
+        return wanted.num_blocks <= mine.num_blocks and columns <= mine.max_blocks_per_request
+
+    def warmup(self, buckets: Sequence[Bucket] | None = None, *, progress_bar: bool = False) -> list[Program]:
+        """Compiles what is missing for these buckets (None: the whole ladder).
+
+        Returns:
+          The programs compiled now.
+        """
+        missing = self.device.missing(self.resolved.ladder.buckets if buckets is None else buckets)
+        compiled = []
+        show = progress_bar and bool(missing)
+        with progress(show=show, total=len(missing), desc="compiling", unit="program", leave=False) as bar:
+            for program in self.device.compile_all(missing):
+                compiled.append(program)
+                bar.update()
+                bar.set_postfix_str(program.name)
+                log.info(
+                    "compiled %s in %.2f s, %d bytes of temporaries",
+                    program.name,
+                    program.seconds,
+                    program.temp_bytes,
+                )
+        return compiled
+
+    def close(self) -> None:
+        """Gives the store's memory back."""
+        self.device.close()
+
+
+def session_key(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+    """The config without what a session does not depend on."""
+    return replace(config, seed=None, return_logprobs=False)
+
+
+def model_facts(lm: CausalLM) -> ModelFacts:
+    """Sizes of a model's cells and temporaries, in bytes.
+
+    The temporaries are estimates: a step keeps a few activations of a token alive at a time, and four float32 images of
+    a row of logits (the logits, the processed ones, their exponentials, and one in the sampler).
+    """
+    specs = store_specs(lm.layers, num_blocks=1, block_size=4, dtype=lm.dtype)
+    widest = max(layer.num_heads * layer.head_dim for layer in lm.layers)
+    return ModelFacts(
+        block_bytes_per_token=sum(spec.block_bytes for spec in specs) // 4,
+        token_bytes=32 * widest * 4,
+        row_bytes=4 * lm.vocab_size * 4,
+        max_positions=lm.max_positions,
+    )
+
+
+def rounded(hints: WorkloadHints) -> WorkloadHints:
+    """Hints rounded up, so that calls of about the same size share one session; for one small request if empty."""
+    requests = 1
+    while requests < hints.num_requests:
+        requests *= 8
+    return WorkloadHints(
+        max_prompt_length=max(128, _power_of_two(hints.max_prompt_length)),
+        max_generated_length=max(64, _power_of_two(hints.max_generated_length)),
+        num_requests=requests,
+    )
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+def reachable_buckets(resolved: ResolvedConfig, requests: Sequence[WorkloadHints]) -> tuple[Bucket, ...]:
+    """Buckets that a job can come to need.
+
+    Args:
+      requests: lengths of each request, on its own.
+    """
+    ladder, scheduler = resolved.ladder, resolved.scheduler
+    if not requests:
+        return ()
+    if len(requests) == 1:
+        return ladder.reachable_alone(requests[0].max_prompt_length, requests[0].max_generated_length)
+    prompts = sum(hints.max_prompt_length for hints in requests)
+    cells = [hints.max_prompt_length + hints.max_generated_length for hints in requests]
+    # What was generated is prefilled again only if somebody can be soft-reset.
+    fits_at_once = sum(blocks_for(n, scheduler.block_size) for n in cells) <= scheduler.num_blocks
+    rows = min(len(requests), scheduler.max_requests_per_batch)
+    return ladder.reachable(num_requests=rows, num_tokens=prompts if fits_at_once else sum(cells))
