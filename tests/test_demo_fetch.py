@@ -217,12 +217,12 @@ def test_a_kill_in_the_middle_leaves_nothing_under_the_final_name(cache: Path, t
 
 @pytest.mark.parametrize(
     ("chosen", "xdg", "expected"),
-    [("/c", "/x", "/c"), (None, "/x", "/x/cbjax"), (None, None, "/home/me/.cache/cbjax"), ("~/c", None, "/home/me/c")],
+    [("/c", "/x", "/c"), (None, "/x", "/x/cbjax"), (None, None, "/h/me/.cache/cbjax"), ("~/c", None, "/h/me/c")],
 )
 def test_where_the_cache_is(
     monkeypatch: pytest.MonkeyPatch, chosen: str | None, xdg: str | None, expected: str
 ) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/h/me")
     for name, value in (("CBJAX_CACHE", chosen), ("XDG_CACHE_HOME", xdg)):
         monkeypatch.setenv(name, value or "")
     assert cache_dir() == Path(expected)

@@ -393,14 +393,3 @@ def test_threads_that_call_at_once_are_served_one_after_another(lm, solo):
         thread.join(60)
     tokens = [tokens for tokens, _ in solo]
     assert results == {"a": tokens[:2], "b": tokens[2:], "c": tokens[::-1]}
-
-
-@pytest.mark.parametrize("count", [1, 8, 9])
-def test_a_pool_sized_for_the_workload_holds_nobody_back(count):
-    """The admission reserve is for pools that can run short; this one holds every request at its longest."""
-    lm = tiny_llama()
-    config = ContinuousBatchingConfig(block_size=16, max_batch_tokens=64, max_requests_per_batch=16)
-    lm.generate_batch([[1 + i] * 5 for i in range(count)], GenerationConfig(max_new_tokens=6, eos_token_id=-1), config)
-    assert lm.summary.steps == {"mixed": 1, "decode": 5}
-    assert "nobody can lack a block" in lm.session.resolved.report()
-    lm.close()

@@ -144,5 +144,16 @@ def test_a_value_of_another_type_in_a_checkpoint_is_a_clear_error(tmp_path, name
         (tmp_path / path.name).write_bytes(path.read_bytes())
     content = json.loads((tmp_path / name).read_text())
     (tmp_path / name).write_text(json.dumps(content | change))
-    with pytest.raises(ValueError, match="malformed|layers"):
+    with pytest.raises(ValueError, match=r"malformed|layers"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("count", [1, 8, 9])
+def test_a_pool_sized_for_the_workload_holds_nobody_back(count):
+    """The admission reserve is for pools that can run short; this one holds every request at its longest."""
+    lm = tiny_llama()
+    config = ContinuousBatchingConfig(block_size=16, max_batch_tokens=64, max_requests_per_batch=16)
+    lm.generate_batch([[1 + i] * 5 for i in range(count)], GenerationConfig(max_new_tokens=6, eos_token_id=-1), config)
+    assert lm.summary.steps == {"mixed": 1, "decode": 5}
+    assert "nobody can lack a block" in lm.session.resolved.report()
+    lm.close()
