@@ -60,6 +60,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 if a request or the run failed, 2 for bad usage, 130."""
     args = build_parser().parse_args(argv)
+    logger = logging.getLogger("cbjax")
+    level = logger.level
+    # Refused requests are told at the end; the library's own warning would say it twice.
+    logger.setLevel(logging.ERROR)
     try:
         return _generate(args)
     except KeyboardInterrupt:
@@ -71,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         print(f"cbjax: {error}", file=sys.stderr)
         return 1
+    finally:
+        logger.setLevel(level)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -83,8 +89,6 @@ def _generate(args: argparse.Namespace) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
 
-    # Refused requests are told at the end; the library's own warning would say it twice.
-    logging.getLogger("cbjax").setLevel(logging.ERROR)
     from cbjax.causal_lm import CausalLM
     from cbjax.config import ContinuousBatchingConfig, GenerationConfig
 
