@@ -146,9 +146,18 @@ def test_text_without_a_tokenizer_fails_alone(lm, solo, bad):
     fails_alone(lm, solo, bad, "no tokenizer", "token ids")
 
 
-@pytest.mark.parametrize("bad", [[{"role": "user"}], [{}], [{"role": "user", "content": "a"}, "b"], "\ud800"])
-def test_text_that_the_tokenizer_refuses_fails_alone(texted, solo, bad):
-    fails_alone(texted, solo, bad)
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ([{"role": "user"}], "a mapping with 'role' and 'content'"),
+        ([{}], "a mapping with 'role' and 'content'"),
+        ([{"role": "user", "content": "a"}, "b"], "got 'b'"),
+        ("\ud800", "surrogates not allowed"),
+    ],
+)
+def test_text_that_the_tokenizer_refuses_fails_alone(texted, solo, bad, why):
+    refused = fails_alone(texted, solo, bad, why)
+    assert refused.prompt_ids == []
 
 
 # What can never fit.

@@ -98,16 +98,18 @@ def test_numpy_integers_are_integers():
 
 @pytest.mark.parametrize(("scheduler_type", "margin"), [("fifo", 0.0), ("fifo", 1), ("prefill_first", 0.15)])
 def test_values_at_the_ends_of_their_ranges_are_accepted(scheduler_type, margin):
-    ContinuousBatchingConfig(
-        block_size=4,
-        num_blocks=1,
-        max_batch_tokens=1,
-        max_requests_per_batch=1,
-        max_blocks_per_request=0,
-        scheduler_type=scheduler_type,
-        safety_margin=margin,
-        max_memory_percent=1.0,
-    )
+    ends = {
+        "block_size": 4,
+        "num_blocks": 1,
+        "max_batch_tokens": 1,
+        "max_requests_per_batch": 1,
+        "max_blocks_per_request": 0,
+        "scheduler_type": scheduler_type,
+        "safety_margin": margin,
+        "max_memory_percent": 1.0,
+    }
+    config = ContinuousBatchingConfig(**ends)
+    assert {name: getattr(config, name) for name in ends} == ends
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,8 @@ def test_values_at_the_ends_of_their_ranges_are_accepted(scheduler_type, margin)
     ],
 )
 def test_off_is_accepted_where_a_field_has_no_effect(off):
-    ContinuousBatchingConfig(**off)
+    config = ContinuousBatchingConfig(**off)
+    assert {name: getattr(config, name) for name in off} == off
 
 
 # What a generation config means.

@@ -165,7 +165,7 @@ def test_b40_an_interrupt_while_tracing(lm, right, monkeypatch):
     interrupted_warmup(lm, right, monkeypatch, ModelDevice, "_lower", KeyboardInterrupt())
 
 
-def test_b40_an_interrupt_while_compiling(lm, right, monkeypatch):
+def test_b40_an_interrupt_between_two_compiled_programs(lm, right, monkeypatch):
     interrupted_warmup(lm, right, monkeypatch, progress._bar_class(), "update", KeyboardInterrupt())
 
 

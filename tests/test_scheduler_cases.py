@@ -250,5 +250,8 @@ def test_B38_cancel_of_a_victim_that_waits_for_its_return(depth: int) -> None:
         loop.step()
     (victim, *_) = loop.resets
     loop.cancel(victim)
-    loop.add(8, 12)
+    fresh = loop.add(8, 12)
     loop.run()
+    assert victim in loop.cancelled
+    assert victim not in loop.ended
+    assert loop.ended[fresh].reason == "length"
