@@ -22,6 +22,7 @@ from cbjax.models import (
     init_params,
     unflatten,
 )
+from cbjax.models.decoder import norm_heads
 from cbjax.models.rope import inverse_frequencies, rope_tables
 
 TINY = DecoderConfig(
@@ -294,11 +295,52 @@ def test_rope_tables_are_exact_at_far_positions():
         ({"num_heads": 5}, ValueError, "num_heads must be a multiple of self.num_kv_heads=2. Got 5"),
         ({"head_dim": 7}, ValueError, "head_dim must be even"),
         ({"rms_norm_eps": -1.0}, ValueError, "rms_norm_eps must not be negative"),
+        ({"windows": (4,)}, ValueError, "windows must be None or a tuple with a value for each of 2 layers"),
+        ({"windows": (4, 0)}, ValueError, "windows must hold positive integers or None"),
+        ({"rope_layers": (True,) * 3}, ValueError, "rope_layers must be None or a tuple with a value for each of 2"),
+        ({"logits_divisor": 0.0}, ValueError, "logits_divisor must not be 0"),
     ],
 )
 def test_impossible_configurations_are_refused(change, error, message):
     with pytest.raises(error, match=message):
         dataclasses.replace(TINY, **change)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_invariant_4_normed_heads_are_the_same_bits_however_many_tokens(dtype):
+    config = dataclasses.replace(TINY, qk_norm=True, num_layers=1, num_heads=4, num_kv_heads=1, head_dim=64)
+    graphdef, params = build(config, dtype), init_params(config, dtype, seed=3)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((512, 4, 64)), dtype)
+
+    @jax.jit
+    def run(params, q):
+        attn = nnx.merge(graphdef, params).layers[0].attn
+        return norm_heads(attn.q_norm, q), norm_heads(attn.k_norm, q[:, :1])
+
+    whole = run(params, x)
+    for tokens in (2, 3, 5, 8, 16, 31, 64, 128, 256):
+        for part, all_tokens in zip(run(params, x[:tokens]), whole, strict=True):
+            np.testing.assert_array_equal(part, all_tokens[:tokens], err_msg=f"{tokens} tokens")
+
+
+def test_multipliers_of_one_leave_the_program_as_it_is():
+    def program(**fields):
+        config = dataclasses.replace(TINY, **fields)
+        graphdef, params = build(config), init_params(config)
+        positions = jnp.arange(3, dtype=jnp.int32)
+
+        def run(params, tokens):
+            model = nnx.merge(graphdef, params)
+            return model.logits(model.hidden(tokens, positions, DenseAttend(positions)))
+
+        return str(jax.make_jaxpr(run)(params, make_tokens(3)))
+
+    ones = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_divisor": 1.0}
+    assert program(**ones, windows=(None, None), rope_layers=(True, True)) == program()
+    for name in ones:
+        assert program(**{name: 2.0}).count(" mul ") + program(**{name: 2.0}).count(" div ") > (
+            program().count(" mul ") + program().count(" div ")
+        )
 
 
 def test_impossible_rope_settings_are_refused():

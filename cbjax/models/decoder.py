@@ -41,7 +41,7 @@ class Attention(nnx.Module):
         with jax.named_scope("qkv"):
             q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
             if self.config.qk_norm:
-                q, k = _norm_heads(self.q_norm, q), _norm_heads(self.k_norm, k)
+                q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
             if self.config.rotates(layer):
                 q, k = apply_rope(q, rope), apply_rope(k, rope)
         scale = self.head_dim**-0.5 if self.config.attention_scale is None else self.config.attention_scale
@@ -112,7 +112,7 @@ class Decoder(nnx.Module):
             return scores if self.config.logits_divisor == 1.0 else scores / self.config.logits_divisor
 
 
-def _norm_heads(norm: RMSNorm, x: jax.Array) -> jax.Array:
+def norm_heads(norm: RMSNorm, x: jax.Array) -> jax.Array:
     """Norms each head of x [tokens, heads, head_dim] on its own."""
     return norm(x.reshape(-1, x.shape[2])).reshape(x.shape)
 
