@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from cbjax.config import ContinuousBatchingConfig as ContinuousBatchingConfig
     from cbjax.config import GenerationConfig as GenerationConfig
     from cbjax.config import WorkloadHints as WorkloadHints
+    from cbjax.manager import ContinuousBatchingManager as ContinuousBatchingManager
     from cbjax.mixin import ContinuousMixin as ContinuousMixin
     from cbjax.models import DecoderConfig as DecoderConfig
     from cbjax.requests import GenerationOutput as GenerationOutput
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CausalLM": "cbjax.causal_lm",
     "ContinuousBatchingConfig": "cbjax.config",
+    "ContinuousBatchingManager": "cbjax.manager",
     "ContinuousMixin": "cbjax.mixin",
     "DecoderConfig": "cbjax.models",
     "FIFOScheduler": "cbjax.scheduler",

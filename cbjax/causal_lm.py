@@ -28,7 +28,8 @@ class CausalLM(ContinuousMixin):
     Attributes:
       bind: from parameters to the model that holds them; called inside traces.
       params: nested dict of arrays, an argument of every step. Assigning one of the same shapes takes effect at the
-        next call and compiles nothing.
+        next call and compiles nothing; for a running manager at the next request, and it is refused (RuntimeError)
+        while the manager has requests that have not ended.
       layers: what each layer's `attend` call asks of the KV store.
       vocab_size, max_positions: in ids and tokens.
       dtype: of keys and values.
@@ -150,7 +151,8 @@ class CausalLM(ContinuousMixin):
     def params(self, params: dict[Any, Any]) -> None:
         params = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
         _check_same_shapes(self._params, params)
-        self._params = params
+        with self._changing_weights():
+            self._params = params
 
     def forward(self, params: dict[Any, Any], tokens: jax.Array) -> jax.Array:
         """Dense causal logits of one sequence, i32[tokens] -> f32[tokens, vocab]; pure, for training or as oracle."""

@@ -14,6 +14,8 @@ from cbjax.scheduler import NUM_RESERVED_BLOCKS, SchedulerConfig, blocks_for, sc
 FALLBACK_BLOCKS_PER_REQUEST = 32
 FALLBACK_REQUEST_TOKENS = FALLBACK_BLOCKS_PER_REQUEST * ContinuousBatchingConfig().block_size
 _CPU_DEFAULTS = {"max_batch_tokens": 512, "max_requests_per_batch": 64, "max_memory_percent": 0.6}
+# Main memory is for everybody: without hints the pool of a CPU holds no more tokens than this.
+UNHINTED_CPU_TOKENS = 32_768
 _ACCELERATOR_DEFAULTS = {"max_batch_tokens": 8192, "max_requests_per_batch": 1024, "max_memory_percent": 0.9}
 _MIN_BATCH_TOKENS = 256
 # Of the engine's memory, what a step's temporaries may take before max_batch_tokens is lowered.
@@ -108,7 +110,8 @@ def resolve(
     ]  # fmt: skip
     tokens = _batch_tokens(config, defaults, budget, model, decisions)
     rows_wanted = min(config.max_requests_per_batch or defaults["max_requests_per_batch"], tokens)
-    num_blocks = _num_blocks(config, hints, budget, model, tokens, rows_wanted, decisions)
+    on_cpu = machine.platform == "cpu"
+    num_blocks = _num_blocks(config, hints, budget, model, tokens, rows_wanted, decisions, on_cpu=on_cpu)
     rows = _rows(config, rows_wanted, num_blocks, decisions)
     columns = _columns(config, hints, num_blocks, decisions)
     policy = scheduler_named(config.scheduler_type)
@@ -145,7 +148,7 @@ def _batch_tokens(config, defaults, budget: int, model: ModelFacts, decisions: l
     return used
 
 
-def _num_blocks(config, hints, budget, model, tokens, rows, decisions: list[Decision]) -> int:
+def _num_blocks(config, hints, budget, model, tokens, rows, decisions: list[Decision], *, on_cpu: bool) -> int:
     block_bytes = config.block_size * model.block_bytes_per_token
     temporaries = tokens * model.token_bytes + rows * model.row_bytes
     fits = (budget - temporaries) // block_bytes - NUM_RESERVED_BLOCKS
@@ -155,7 +158,10 @@ def _num_blocks(config, hints, budget, model, tokens, rows, decisions: list[Deci
     else:
         used, why = fits, "what fits beside a step's temporaries"
         longest = min(hints.max_prompt_length + hints.max_generated_length, model.max_positions)
-        if longest:
+        if not longest and on_cpu and fits * config.block_size > UNHINTED_CPU_TOKENS:
+            used = blocks_for(UNHINTED_CPU_TOKENS, config.block_size)
+            why = f"no hints: {UNHINTED_CPU_TOKENS} tokens on a CPU; {fits} would fit"
+        elif longest:
             need = blocks_for(longest, config.block_size) * min(hints.num_requests or rows, rows)
             if need < fits:
                 used, why = need, f"what the workload can need; {fits} would fit"

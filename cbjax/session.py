@@ -52,17 +52,22 @@ class Session:
         )
         log.info("session: %s\n%s", self.machine.device, self.resolved.report())
 
-    def covers(self, hints: WorkloadHints) -> bool:
+    def covers(self, hints: WorkloadHints, *, open_ended: bool = False) -> bool:
         """Whether this session is as good as a new one for such a workload.
 
         It is not if its pool was sized for a smaller workload and memory allows a larger pool.
+
+        Args:
+          open_ended: anything may come where the hints say nothing; else they are the whole workload.
         """
-        if not hints.num_requests:
+        if not hints.num_requests and not open_ended:
             return True
         mine = self.resolved.scheduler
         wanted = resolve(self.resolved.config, hints, self.machine, self.model_facts).scheduler
         longest = min(hints.max_prompt_length + hints.max_generated_length, self.model_facts.max_positions)
-        columns = min(blocks_for(longest, mine.block_size), wanted.max_blocks_per_request)
+        columns = wanted.max_blocks_per_request
+        if longest:
+            columns = min(blocks_for(longest, mine.block_size), columns)
         return wanted.num_blocks <= mine.num_blocks and columns <= mine.max_blocks_per_request
 
     def warmup(self, buckets: Sequence[Bucket] | None = None, *, progress_bar: bool = False) -> list[Program]:
