@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from machines import VOCAB_SIZE, assert_clean, make_config
 
-from cbjax import ContinuousBatchingConfig, ContinuousMixin, GenerationConfig
+from cbjax import (
+    ContinuousBatchingConfig,
+    ContinuousBatchingManager,
+    ContinuousMixin,
+    GenerationConfig,
+    GenerationOutput,
+)
 from cbjax.descriptor import BatchDescriptor, Bucket
 from cbjax.engine import Engine
 from cbjax.ladder import make_ladder
@@ -110,10 +117,41 @@ class HashLM(ContinuousMixin):
         )
 
 
-def right(prompt: list[int], index: int, count: int = NEW_TOKENS, eos: tuple[int, ...] = ()) -> list[int]:
-    """The tokens that the `index`-th greedy request must get, whatever else happens."""
-    words = GenerationConfig().sampling(seed=derive_seed(SEED, index), logprobs=False).pack()
+def right(
+    prompt: list[int], index: int, count: int = NEW_TOKENS, eos: tuple[int, ...] = (), *, seed: int | None = None
+) -> list[int]:
+    """The tokens that the `index`-th greedy request must get, whatever else happens; `seed`: its own."""
+    words = GenerationConfig(seed=seed).sampling(seed=derive_seed(SEED, index), logprobs=False).pack()
     return solo_run(prompt, words, count, eos, vocab_size=VOCAB_SIZE)
+
+
+def result(manager: ContinuousBatchingManager, name: str) -> GenerationOutput:
+    """The request's terminal output."""
+    output = manager.get_result(name, timeout=SECONDS)
+    assert output is not None, f"no output of {name}"
+    assert output.is_finished()
+    assert output.request_id == name
+    return output
+
+
+def run_threads(*targets: Callable[[], object]) -> None:
+    """Runs them at once, and waits for all."""
+    barrier, errors = threading.Barrier(len(targets)), []
+
+    def run(target: Callable[[], object]) -> None:
+        barrier.wait(SECONDS)
+        try:
+            target()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(target,), daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "a thread waits in vain"
+    assert not errors, errors
 
 
 def assert_idle(lm: HashLM) -> None:

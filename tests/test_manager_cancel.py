@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from manager_fakes import SECONDS, HashLM, assert_idle, right
+from manager_fakes import SECONDS, HashLM, assert_idle, result, right, run_threads
 
 from cbjax import RequestStatus
 
@@ -28,12 +28,6 @@ def held(lm):
     lm.device.free()
     manager.stop(hard_stop=True)
     assert_idle(lm)
-
-
-def result(manager, name):
-    output = manager.get_result(name, timeout=SECONDS)
-    assert output is not None, f"no output of {name}"
-    return output
 
 
 def assert_cancelled(output, tokens=()):
@@ -129,11 +123,7 @@ def test_B38_all_at_once_from_many_threads(lm, held):
     for _ in range(3):
         lm.device.step()
     answers = []
-    threads = [threading.Thread(target=lambda n=n: answers.append(held.cancel_request(n))) for n in names * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
+    run_threads(*[lambda name=name: answers.append(held.cancel_request(name)) for name in names * 2])
     assert sorted(answers) == [False] * 16 + [True] * 16
     for index, name in enumerate(names):
         output = result(held, name)

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 # How long the interpreter's exit waits for a step (or a compiler) that is running, in seconds.
 _EXIT_SECONDS = 30.0
+_RUNNING: set[Loop] = set()
 
 
 class Phase(Enum):
@@ -70,7 +71,7 @@ class Loop:
             thread.start()  # it waits for the lock
             self._thread, self.session, self.error, self._cancel_all = thread, session, None, False
             self.phase, self._ledger.is_open = Phase.RUNNING, True
-        atexit.register(self._at_exit)
+        _RUNNING.add(self)
 
     def stop(self, *, cancel_all: bool) -> None:
         """Asks the thread to end."""
@@ -206,7 +207,7 @@ class Loop:
                 self._ledger.finish(entry, entry.ended(status, error, self._lm.tokenizer))
         while not self._close():
             pass
-        atexit.unregister(self._at_exit)
+        _RUNNING.discard(self)
 
     def _empty(self, session: Session, status: RequestStatus, error: str) -> None:
         try:
@@ -229,7 +230,13 @@ class Loop:
             self.tell(entry)
         return False
 
-    def _at_exit(self) -> None:
-        """A manager that nobody stopped must not dispatch while the interpreter is taken down."""
-        self.stop(cancel_all=True)
-        self.join(_EXIT_SECONDS)
+
+def _stop_all() -> None:
+    for loop in list(_RUNNING):
+        loop.stop(cancel_all=True)
+        loop.join(_EXIT_SECONDS)
+
+
+# A manager that nobody stopped must neither hold up the interpreter's exit nor dispatch while it is taken down. This
+# hook comes before that of `concurrent.futures`, after which no program can be compiled; `atexit` comes later.
+getattr(threading, "_register_atexit", atexit.register)(_stop_all)
