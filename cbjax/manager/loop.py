@@ -49,7 +49,7 @@ class Loop:
         self._work = threading.Condition(ledger.lock)
         self._inbox: deque[Callable[[], None]] = deque()
         self._running: dict[int, Entry] = {}  # by the engine's uid
-        self._cancel_all = False
+        self._cancel_all = self._exiting = False
         self._thread: threading.Thread | None = None
         self.phase = Phase.NEW
         self.error: BaseException | None = None
@@ -80,6 +80,12 @@ class Loop:
                 self.phase = Phase.STOPPING
             self._cancel_all |= cancel_all
             self._work.notify()
+
+    def stop_at_exit(self) -> None:
+        """Ends the thread without a word, since the interpreter exits."""
+        self._exiting = True
+        self.stop(cancel_all=True)
+        self.join(_EXIT_SECONDS)
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits for the thread's end; whether it has come."""
@@ -160,10 +166,10 @@ class Loop:
         try:
             self._serve(session.engine)
         except BaseException as problem:
-            log.error("the manager's loop ends, and its requests fail", exc_info=problem)
-            status, error = RequestStatus.FAILED, f"the engine stopped: {problem}"
-            with self._ledger.lock:
-                self.error = problem
+            self.error = problem
+            if not self._exiting:  # else the interpreter refuses threads and compilers, and nobody will read this
+                log.error("the manager's loop ends, and its requests fail", exc_info=problem)
+                status, error = RequestStatus.FAILED, f"the engine stopped: {problem}"
         self._end(session, status, error)
 
     def _serve(self, engine: Engine) -> None:
@@ -233,10 +239,9 @@ class Loop:
 
 def _stop_all() -> None:
     for loop in list(_RUNNING):
-        loop.stop(cancel_all=True)
-        loop.join(_EXIT_SECONDS)
+        loop.stop_at_exit()
 
 
-# A manager that nobody stopped must neither hold up the interpreter's exit nor dispatch while it is taken down. This
-# hook comes before that of `concurrent.futures`, after which no program can be compiled; `atexit` comes later.
+# A manager that nobody stopped must neither hold up the interpreter's exit nor dispatch while it is taken down. The
+# hook is the one that `concurrent.futures` uses, and comes before it: `atexit` comes when nothing can be compiled.
 getattr(threading, "_register_atexit", atexit.register)(_stop_all)
