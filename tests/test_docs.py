@@ -26,7 +26,7 @@ def test_the_example_of_a_manager_runs_and_its_own_checks_hold():
     assert source.count("assert ") == 2
     names = {}
     exec(compile(source, "docs/manager.md", "exec"), names)
-    assert [output.finish_reason for output in names["outputs"]] == ["length"] * 3
+    assert [output.status.name for output in names["outputs"]] == ["FINISHED"] * 3
     assert names["lm"].manager is None
     names["lm"].close()
 

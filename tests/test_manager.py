@@ -59,11 +59,10 @@ def test_a_hard_stop_gives_every_request_its_one_cancelled_output(lm):
     names = manager.add_requests([A] * 20, streaming=True)  # the batch has 8
     lm.device.wait()
     lm.device.step()
-    stopper = threading.Thread(target=partial(manager.stop, hard_stop=True))
-    stopper.start()
+    manager.stop(block=False, hard_stop=True)
     streams = [manager.request_id_iter(name) for name in names]
     lm.device.free()
-    stopper.join(SECONDS)
+    assert manager.stop(timeout=SECONDS)
     for index, stream in enumerate(streams):
         outputs = list(stream)
         assert [output.status for output in outputs if output.is_finished()] == [RequestStatus.CANCELLED]
