@@ -71,7 +71,7 @@ class Loop:
             thread.start()  # it waits for the lock
             self._thread, self.session, self.error, self._cancel_all = thread, session, None, False
             self.phase, self._ledger.is_open = Phase.RUNNING, True
-        _RUNNING.add(self)
+            _RUNNING.add(self)
 
     def stop(self, *, cancel_all: bool) -> None:
         """Asks the thread to end."""
