@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--requests", type=int, default=64, help="of a wave (default 64, --quick 8)")
     options.add_argument("--new-tokens", type=int, default=64, help="of a request (default 64, --quick 8)")
     options.add_argument("--waves", type=int, default=3, help="of each kind after warm-up (default 3, --quick 1)")
+    options.add_argument("--max-batch-tokens", type=int, default=512, help="token budget of a step (default 512)")
     args = options.parse_args(argv)
     if args.quick:
         args.requests, args.new_tokens, args.waves = min(args.requests, 8), min(args.new_tokens, 8), 1
@@ -55,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         SamplingParams(do_sample=True, temperature=0.8, top_k=50, top_p=0.9, seed=seed) for seed in range(args.requests)
     ]
     settings = {"greedy": [SamplingParams()] * args.requests, "sampled": drawn}
-    config = ContinuousBatchingConfig(block_size=32, max_batch_tokens=512, max_requests_per_batch=args.requests)
+    config = ContinuousBatchingConfig(
+        block_size=32, max_batch_tokens=args.max_batch_tokens, max_requests_per_batch=args.requests
+    )
     figures: dict[str, report.Figure] = {}
     for dtype in args.dtype:
         lm = CausalLM.from_pretrained(args.model, dtype=dtype, progress_bar=True)

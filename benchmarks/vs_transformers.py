@@ -148,7 +148,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     options.add_argument("--max-batch-tokens", type=int, default=512, help="token budget of a step (default 512)")
     args = options.parse_args(argv)
     if args.quick:
-        args.requests, args.new_tokens, args.repeats = [4], 8, 1
+        args.requests, args.new_tokens, args.repeats = [2], 8, 1
     return args
 
 
