@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import first_token, peer, pool_size, report, sampling, scheduler, vs_transformers
+from benchmarks import first_token, peer, pool_size, report, sampling, scheduler, sides, vs_transformers
 from benchmarks.hf_folder import write_folder
 from benchmarks.peer import Peer, PeerError
 from benchmarks.workload import prompts
@@ -126,7 +126,7 @@ def test_vs_transformers_takes_turns_with_both_peers(measured, model, fake_peer)
     fake_peer()
     document = measured(vs_transformers.main, *TINY, *BUDGET, "--peer-python", sys.executable, "--model", model)
     figures = document["figures"]
-    for name in (vs_transformers.BATCHED, vs_transformers.PADDED):
+    for name in (sides.BATCHED, sides.PADDED):
         assert figures[f"float32, 2 requests, {name}"]["values"] == [2 * 8 / 2.0]
         assert figures[f"float32, 2 requests, requests equal to {name}"]["median"] == 0
         assert figures[f"float32, 2 requests, cbjax against {name}"]["median"] > 0
@@ -134,9 +134,7 @@ def test_vs_transformers_takes_turns_with_both_peers(measured, model, fake_peer)
 
 
 def test_a_limit_of_vs_transformers_is_one_of_its_figures():
-    figures = {
-        f"float32, 64 requests, cbjax against {vs_transformers.BATCHED}": report.spread([3.0, 4.5, 5.0], "ratio")
-    }
+    figures = {f"float32, 64 requests, cbjax against {sides.BATCHED}": report.spread([3.0, 4.5, 5.0], "ratio")}
     (limit,) = vs_transformers.limits_of(figures).values()
     assert limit == {"rule": "at least", "bound": 4.0, "holds": True}
 
