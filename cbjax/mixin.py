@@ -22,6 +22,7 @@ from cbjax.requests import GenerationOutput, RequestState, RequestStatus
 from cbjax.resolve import for_call
 from cbjax.sampling import derive_seed
 from cbjax.session import Session, reachable_buckets, rounded, session_key
+from cbjax.step_record import Observer, StepRecord
 from cbjax.summary import RunSummary, summarize
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class ContinuousMixin:
       generation_config, continuous_batching_config: what is used when a call gives none.
       summary: of the last call, for people; None before the first.
       last_outputs: of the last call, also if it was interrupted: then with the tokens that had come.
+      observers: called with the `StepRecord` of each step once it is dispatched, on the thread that runs the engine.
     """
 
     generation_config: GenerationConfig
@@ -52,6 +54,7 @@ class ContinuousMixin:
         self.continuous_batching_config = ContinuousBatchingConfig()
         self.summary: RunSummary | None = None
         self.last_outputs: dict[str, GenerationOutput] = {}
+        self.observers: list[Observer] = []
         self._session: Session | None = None
         self._auto_ids = itertools.count()
         self._busy = threading.Lock()
@@ -128,6 +131,20 @@ class ContinuousMixin:
                         yield request.snapshot(text)
             last = next(iter(self.last_outputs.values()))
         yield last
+
+    @contextmanager
+    def recording(self) -> Iterator[list[StepRecord]]:
+        """Collects a record of every step dispatched in the block: who ran, in which blocks, and how it was padded.
+
+        For looking at runs, not for days of serving: every record keeps its step's scheduler state.
+        """
+        records: list[StepRecord] = []
+        observer = records.append
+        self.observers.append(observer)
+        try:
+            yield records
+        finally:
+            self.observers.remove(observer)
 
     @property
     def session(self) -> Session | None:
