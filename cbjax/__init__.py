@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cbjax.scheduler import FIFOScheduler as FIFOScheduler
     from cbjax.scheduler import PrefillFirstScheduler as PrefillFirstScheduler
     from cbjax.scheduler import Scheduler as Scheduler
+    from cbjax.step_record import StepRecord as StepRecord
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _HOMES = {
     "RequestState": "cbjax.requests",
     "RequestStatus": "cbjax.requests",
     "Scheduler": "cbjax.scheduler",
+    "StepRecord": "cbjax.step_record",
     "WorkloadHints": "cbjax.config",
 }
 __all__ = sorted(_HOMES)

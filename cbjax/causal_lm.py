@@ -60,20 +60,31 @@ class CausalLM(ContinuousMixin):
         self.eos_token_ids = tuple(id for id in eos_token_ids if 0 <= id < self.vocab_size)
 
     @classmethod
-    def from_pretrained(cls, source: str | Path, *, dtype: str = "float32", progress_bar: bool = False) -> CausalLM:
-        """Loads a checkpoint: "demo", a Hugging Face folder, a .gguf file, or an "org/name" of the hub.
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        dtype: str = "float32",
+        revision: str | None = None,
+        token: str | bool | None = None,
+        progress_bar: bool = False,
+    ) -> CausalLM:
+        """Loads a checkpoint: "demo", a Hugging Face folder, a .gguf file, or a repository of the hub.
 
         Args:
+          source: of the hub, "org/name", or "org/name/file.gguf" for a GGUF file in it.
           dtype: "float32" or "bfloat16", of weights, activations and KV store.
+          revision: of the hub: a branch, tag or commit; None: "main".
+          token: of the hub: for private and gated repositories; None: the saved one, if any; False: none.
           progress_bar: show progress of downloading and loading.
 
         Raises:
-          FileNotFoundError, ValueError, RuntimeError: as `cbjax.checkpoints.load`.
+          FileNotFoundError, ValueError, PermissionError, ConnectionError, RuntimeError: as `cbjax.checkpoints.load`.
         """
         from cbjax.checkpoints import load
         from cbjax.models import build
 
-        checkpoint = load(source, dtype=dtype, progress=progress_bar)
+        checkpoint = load(source, dtype=dtype, revision=revision, token=token, progress=progress_bar)
         graphdef = build(checkpoint.config, dtype)
         defaults = checkpoint.generation
         return cls(

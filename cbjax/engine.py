@@ -33,6 +33,7 @@ from cbjax.scheduler import (
     schedule,
     update,
 )
+from cbjax.step_record import Observer, StepRecord
 from cbjax.strict import check_int
 
 _NO_WORDS = np.empty(0, np.uint32)
@@ -75,6 +76,7 @@ class Engine:
       state: the scheduler's.
       alive: requests that have not ended, by uid, in order of submission.
       stats: counts.
+      observers: called with each step's record once it is dispatched; one that raises stops the engine.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class Engine:
         vocab_size: int,
         max_positions: int,
         depth: int = 0,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.device, self.ladder, self.depth = device, ladder, depth
+        self.observers = observers
         self.vocab_size, self.max_positions = vocab_size, max_positions
         self.state = initial_state(config)
         self.alive: dict[int, RequestState] = {}
@@ -207,6 +211,15 @@ class Engine:
         self.device.update_table(plan.table)
         self._in_flight.append((plan, self.device.forward(descriptor, bucket)))
         self._account(plan, bucket)
+        if self.observers:
+            self._tell(plan, bucket)
+
+    def _tell(self, plan: StepPlan, bucket: Bucket) -> None:
+        request_ids = {uid: request.request_id for uid, request in self.alive.items()}
+        now = time.perf_counter()
+        record = StepRecord(plan=plan, bucket=bucket, state=self.state, request_ids=request_ids, dispatched=now)
+        for observer in self.observers:
+            observer(record)
 
     def _account(self, plan: StepPlan, bucket: Bucket) -> None:
         stats, batch, now = self.stats, plan.batch, time.perf_counter()

@@ -21,6 +21,7 @@ from cbjax.progress import progress
 from cbjax.requests import GenerationOutput, RequestStatus
 from cbjax.resolve import for_call
 from cbjax.session import Session, rounded, session_key
+from cbjax.step_record import Observer, StepRecord
 from cbjax.summary import RunSummary
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ContinuousMixin:
       generation_config, continuous_batching_config: what is used when a call gives none.
       summary: of the last call, for people; None before the first.
       last_outputs: of the last call, also if it was interrupted: then with the tokens that had come.
+      observers: called with the `StepRecord` of each step once it is dispatched, on the thread that runs the engine.
     """
 
     generation_config: GenerationConfig
@@ -50,6 +52,7 @@ class ContinuousMixin:
         self.continuous_batching_config = ContinuousBatchingConfig()
         self.summary: RunSummary | None = None
         self.last_outputs: dict[str, GenerationOutput] = {}
+        self.observers: list[Observer] = []
         self._session: Session | None = None
         self._manager: ContinuousBatchingManager | None = None
         self._auto_ids = itertools.count()
@@ -188,6 +191,20 @@ class ContinuousMixin:
     def manager(self) -> ContinuousBatchingManager | None:
         """The manager that is running, if one is."""
         return self._manager
+
+    @contextmanager
+    def recording(self) -> Iterator[list[StepRecord]]:
+        """Collects a record of every step dispatched in the block: who ran, in which blocks, and how it was padded.
+
+        For looking at runs, not for days of serving: every record keeps its step's scheduler state.
+        """
+        records: list[StepRecord] = []
+        observer = records.append
+        self.observers.append(observer)
+        try:
+            yield records
+        finally:
+            self.observers.remove(observer)
 
     @property
     def session(self) -> Session | None:

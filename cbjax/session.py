@@ -48,7 +48,12 @@ class Session:
         cache = PagedAttentionCache(specs)
         self.device = ModelDevice(lm.bind, lm.params, cache, scheduler)
         self.engine = Engine(
-            self.device, scheduler, resolved.ladder, vocab_size=lm.vocab_size, max_positions=lm.max_positions
+            self.device,
+            scheduler,
+            resolved.ladder,
+            vocab_size=lm.vocab_size,
+            max_positions=lm.max_positions,
+            observers=lm.observers,
         )
         log.info("session: %s\n%s", self.machine.device, self.resolved.report())
 
