@@ -39,6 +39,7 @@ MAY_IMPORT = {
     },
     "summary": {"descriptor", "engine", "programs", "requests"},
     "session": {
+        "attention",
         "cache",
         "compilation_cache",
         "config",

@@ -8,7 +8,7 @@ the step is planned. Device work is in plan order, so steps in flight have read 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from cbjax.scheduler.blocks import blocks_for
@@ -45,3 +45,23 @@ def most_columns(windows: Sequence[Window], *, num_blocks: int, block_size: int,
             growing = len(windows) - j
             best = max(best, (num_blocks - total) // growing if growing else limit)
     return min(best, limit)
+
+
+def held_together(
+    sizes: Iterable[tuple[int, int]], *, windows: Sequence[Window], block_size: int, max_batch_tokens: int
+) -> int:
+    """Blocks that suffice to hold all of some requests at one time, so that nobody ever lacks one.
+
+    What a step computes is bounded for all rows together, so beyond a token by token run a window's group needs room
+    for one step's tokens only.
+
+    Args:
+      sizes: (KV cells, number of requests with as many).
+    """
+    sizes = [(cells, count) for cells, count in sizes if cells]
+    total = 0
+    for window in windows:
+        whole = sum(blocks_for(cells, block_size) * count for cells, count in sizes)
+        by_token = sum(most_held(cells, 1, window, block_size) * count for cells, count in sizes)
+        total += whole if window is None else min(whole, by_token + blocks_for(max_batch_tokens, block_size))
+    return total
