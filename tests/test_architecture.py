@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "submission": {"engine", "inputs", "requests"},
     "summary": {"descriptor", "engine", "programs", "requests"},
     "session": {
+        "attention",
         "cache",
         "compilation_cache",
         "config",
