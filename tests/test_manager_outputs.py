@@ -168,7 +168,7 @@ def test_streamed_text_grows_and_ends_as_the_text_of_the_output():
         texts = [output.text for output in manager.request_id_iter("x")]
     assert texts[-1] == ByteTokenizer().decode(right(ByteTokenizer().encode("text"), 0, 40))
     assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
-    assert len(set(texts)) > 5
+    assert len(set(texts)) > 3
 
 
 # Handlers.
