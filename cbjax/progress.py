@@ -8,7 +8,7 @@ from typing import Any
 
 
 @functools.cache
-def bar_class(*, show: bool = True) -> Any:
+def bar_class(*, show: bool) -> Any:
     """A class of `tqdm` bars; without `show` they stay silent. For libraries that make their own bars."""
     from tqdm.auto import tqdm
 
