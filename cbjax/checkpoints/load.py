@@ -16,7 +16,7 @@ from cbjax.checkpoints.gguf import GGUFFile
 from cbjax.checkpoints.mapping import load_params
 from cbjax.checkpoints.source import TensorSource
 from cbjax.models.config import DecoderConfig
-from cbjax.models.families import NameTable, family_of_gguf, family_of_hf
+from cbjax.models.families import NameTable, family_of_hf, form_of_gguf
 from cbjax.models.params import Params, abstract_params, flatten
 from cbjax.progress import progress as progress_bar
 from cbjax.text import HFTokenizer, tokenizer_from_folder, tokenizer_from_gguf
@@ -145,13 +145,13 @@ def _load_gguf(path: Path, source: str, dtype: np.dtype, progress: bool) -> Chec
     file = GGUFFile(path)
     if (parts := file.metadata.get("split.count", 1)) > 1:
         raise ValueError(f"{path} is one of {parts} parts; join them with llama.cpp's `llama-gguf-split --merge`.")
-    family = family_of_gguf(file.metadata)
+    form = form_of_gguf(file.metadata)
     rope_factors = file.read("rope_freqs.weight") if "rope_freqs.weight" in file.shapes else None
-    config = family.from_gguf(file.metadata, file.shapes, rope_factors)
+    config = form.read(file.metadata, file.shapes, rope_factors)
     tokenizer = tokenizer_from_gguf(file.metadata)
     return Checkpoint(
         config=config,
-        params=_load_params(file, family.gguf_names, config, dtype, progress),
+        params=_load_params(file, form.names, config, dtype, progress),
         tokenizer=tokenizer,
         generation=GenerationDefaults(),
         eos_token_ids=_eos_union(None, None, tokenizer),

@@ -90,6 +90,14 @@ class DecoderConfig:
         qkv_bias: the query, key and value projections have biases.
         out_bias: the attention output projection has a bias.
         mlp_bias: the three MLP projections have biases.
+        qk_norm: each head of the queries and of the keys goes through an RMSNorm before the rotation.
+        windows: for each layer the tokens that a query sees, itself included, or None for the whole context; None
+            if every layer sees the whole context.
+        rope_layers: for each layer whether it rotates queries and keys; None if every layer does.
+        embedding_multiplier: multiplies the embeddings.
+        residual_multiplier: multiplies what attention and MLP add to the residual stream.
+        attention_scale: multiplies the attention scores; None is `head_dim ** -0.5`.
+        logits_divisor: divides the logits.
     """
 
     vocab_size: int
@@ -106,6 +114,13 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] | None = None
+    rope_layers: tuple[bool, ...] | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_scale: float | None = None
+    logits_divisor: float = 1.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -123,3 +138,18 @@ class DecoderConfig:
         _require(multiple, "num_heads", self.num_heads, f"must be a multiple of {self.num_kv_heads=}")
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even (rotary halves)")
         _require(self.rms_norm_eps >= 0, "rms_norm_eps", self.rms_norm_eps, "must not be negative")
+        for name in ("windows", "rope_layers"):
+            value = getattr(self, name)
+            rule = f"must be None or a tuple with a value for each of {self.num_layers} layers"
+            _require(value is None or len(value) == self.num_layers, name, value, rule)
+        for window in self.windows or ():
+            _require(window is None or window > 0, "windows", self.windows, "must hold positive integers or None")
+        _require(self.logits_divisor != 0, "logits_divisor", self.logits_divisor, "must not be 0")
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of the layer sees, itself included; None is the whole context."""
+        return None if self.windows is None else self.windows[layer]
+
+    def rotates(self, layer: int) -> bool:
+        """Whether the layer applies rotary positions."""
+        return self.rope_layers is None or self.rope_layers[layer]

@@ -31,14 +31,22 @@ class Attention(nnx.Module):
         self.k = Linear(config.hidden_size, kv_width, **qkv)
         self.v = Linear(config.hidden_size, kv_width, **qkv)
         self.o = Linear(width, config.hidden_size, bias=config.out_bias, dtype=dtype, rngs=rngs)
+        if config.qk_norm:
+            norm = {"eps": config.rms_norm_eps, "dtype": dtype, "rngs": rngs}
+            self.q_norm, self.k_norm = RMSNorm(config.head_dim, **norm), RMSNorm(config.head_dim, **norm)
         self.head_dim = config.head_dim
+        self.config = config
 
     def __call__(self, layer: int, x: jax.Array, rope: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("qkv"):
             q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            if self.config.qk_norm:
+                q, k = _norm_heads(self.q_norm, q), _norm_heads(self.k_norm, k)
+            if self.config.rotates(layer):
+                q, k = apply_rope(q, rope), apply_rope(k, rope)
+        scale = self.head_dim**-0.5 if self.config.attention_scale is None else self.config.attention_scale
         with jax.named_scope("attend"):
-            mixed = attend(layer, q, k, v, scale=self.head_dim**-0.5)
+            mixed = attend(layer, q, k, v, scale=scale, window=self.config.window(layer))
         with jax.named_scope("out"):
             return self.o(mixed.reshape(mixed.shape[0], -1))
 
@@ -55,12 +63,13 @@ class DecoderLayer(nnx.Module):
         self.attn = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, **norm)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.multiplier = config.residual_multiplier
 
     def __call__(self, layer: int, x: jax.Array, rope: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("attn"):
-            x = x + self.attn(layer, self.attn_norm(x), rope, attend)
+            x = x + _scaled(self.attn(layer, self.attn_norm(x), rope, attend), self.multiplier)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x))
+            return x + _scaled(self.mlp(self.mlp_norm(x)), self.multiplier)
 
 
 class Decoder(nnx.Module):
@@ -86,7 +95,7 @@ class Decoder(nnx.Module):
         `attend` is called once for each layer, with layer numbers 0, 1, 2, ... in this order.
         """
         with jax.named_scope("embed"):
-            x = self.embed(tokens)
+            x = _scaled(self.embed(tokens), self.config.embedding_multiplier)
         with jax.named_scope("rope"):
             rope = rope_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
         for index, block in enumerate(self.layers):
@@ -99,4 +108,15 @@ class Decoder(nnx.Module):
         """Float32 scores [rows, vocab] of the next token, from hidden [rows, hidden]."""
         weight = self.embed.weight if self.config.tie_embeddings else self.head.weight
         with jax.named_scope("logits"):
-            return contract_last(hidden, weight[...], out_dtype=jnp.float32)
+            scores = contract_last(hidden, weight[...], out_dtype=jnp.float32)
+            return scores if self.config.logits_divisor == 1.0 else scores / self.config.logits_divisor
+
+
+def _norm_heads(norm: RMSNorm, x: jax.Array) -> jax.Array:
+    """Norms each head of x [tokens, heads, head_dim] on its own."""
+    return norm(x.reshape(-1, x.shape[2])).reshape(x.shape)
+
+
+def _scaled(x: jax.Array, multiplier: float) -> jax.Array:
+    """x times the multiplier, which is not rounded to x's dtype; x itself if it is 1."""
+    return x if multiplier == 1.0 else (x.astype(jnp.float32) * multiplier).astype(x.dtype)
