@@ -20,7 +20,7 @@ from oracle import greedy, require_margin, write_sections
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import family_checkpoints as checkpoints  # noqa: E402
+import family_checkpoints as checkpoints
 
 SMALLEST_MARGIN = 0.01
 
