@@ -123,14 +123,11 @@ def test_B40_an_interrupt_while_waiting_leaves_the_manager_as_it_was(lm, manager
     lm.device.hold()
     manager.add_request(A, "x")
     main = threading.main_thread().ident
-
-    def interrupt():
-        lm.device.wait()
-        signal.pthread_kill(main, signal.SIGINT)
-
-    interrupter = threading.Thread(target=interrupt)
-    interrupter.start()
+    lm.device.wait()
+    # Time enough to be waiting; wherever it strikes inside the block, it is caught there.
+    interrupter = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
+        interrupter.start()
         manager.get_result("x", timeout=SECONDS)
     interrupter.join()
     manager.add_request(B, "y")
