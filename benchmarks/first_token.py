@@ -11,43 +11,45 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
-from benchmarks.report import finish, parser, spread, table
+from benchmarks import report
 
 PROMPT = "What is the capital of France?"
 
 
-def first_text(cache: str, model: str) -> tuple[float, float]:
-    """Seconds to the first byte of text, and to the end of the process."""
+def first_text(cache: str, model: str) -> float:
+    """Seconds to the first byte of text."""
     environment = {**os.environ, "CBJAX_CACHE": cache}
     command = [sys.executable, "-m", "cbjax", "generate", "--model", model, "--max-new-tokens", "32", PROMPT]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
         assert process.stdout is not None
         first = process.stdout.read(1)
-        first_at = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         process.stdout.read()
     if process.returncode or not first.strip():
         raise RuntimeError(f"{' '.join(command)} exited with {process.returncode} and printed {first!r} first")
-    return first_at, time.perf_counter() - start
+    return seconds
 
 
-def main() -> None:
-    options = parser(__doc__.splitlines()[0])
-    options.add_argument("--repeats", type=int, default=3, help="cold and warm runs (default 3)")
-    args = options.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    options = report.parser("first_token", __doc__)
+    options.add_argument("--model", default="demo", help="as `cbjax generate` takes it (default demo)")
+    options.add_argument("--repeats", type=int, default=3, help="cold and warm runs (default 3, --quick 1)")
+    args = options.parse_args(argv)
 
     from cbjax.checkpoints import demo
 
-    model = str(demo.fetch(progress=True))
+    model = str(demo.fetch(progress=True)) if args.model == "demo" else args.model
     runs: dict[str, list[float]] = {"cold": [], "warm": []}
-    for _ in range(args.repeats):
+    for _ in range(1 if args.quick else args.repeats):
         with tempfile.TemporaryDirectory() as cache:
-            for kind in ("cold", "warm"):
-                runs[kind].append(first_text(cache, model)[0])
-    figures = {kind: spread(values) for kind, values in runs.items()}
-    rows = [[kind, *(f"{f[key]:.1f}" for key in ("median", "min", "max"))] for kind, f in figures.items()]
-    finish("first_token", args, table(["start", "median s", "min s", "max s"], rows), figures)
+            for start in ("cold", "warm"):
+                runs[start].append(first_text(cache, model))
+    figures = {start: report.spread(values, "s") for start, values in runs.items()}
+    report.finish("first_token", argv, args, figures)
 
 
 if __name__ == "__main__":

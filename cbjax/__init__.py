@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from cbjax.config import ContinuousBatchingConfig as ContinuousBatchingConfig
     from cbjax.config import GenerationConfig as GenerationConfig
     from cbjax.config import WorkloadHints as WorkloadHints
+    from cbjax.manager import ContinuousBatchingManager as ContinuousBatchingManager
     from cbjax.mixin import ContinuousMixin as ContinuousMixin
     from cbjax.models import DecoderConfig as DecoderConfig
     from cbjax.requests import GenerationOutput as GenerationOutput
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
     from cbjax.scheduler import FIFOScheduler as FIFOScheduler
     from cbjax.scheduler import PrefillFirstScheduler as PrefillFirstScheduler
     from cbjax.scheduler import Scheduler as Scheduler
+    from cbjax.step_record import StepRecord as StepRecord
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CausalLM": "cbjax.causal_lm",
     "ContinuousBatchingConfig": "cbjax.config",
+    "ContinuousBatchingManager": "cbjax.manager",
     "ContinuousMixin": "cbjax.mixin",
     "DecoderConfig": "cbjax.models",
     "FIFOScheduler": "cbjax.scheduler",
@@ -33,6 +36,7 @@ _HOMES = {
     "RequestState": "cbjax.requests",
     "RequestStatus": "cbjax.requests",
     "Scheduler": "cbjax.scheduler",
+    "StepRecord": "cbjax.step_record",
     "WorkloadHints": "cbjax.config",
 }
 __all__ = sorted(_HOMES)

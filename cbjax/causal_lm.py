@@ -28,7 +28,8 @@ class CausalLM(ContinuousMixin):
     Attributes:
       bind: from parameters to the model that holds them; called inside traces.
       params: nested dict of arrays, an argument of every step. Assigning one of the same shapes takes effect at the
-        next call and compiles nothing.
+        next call and compiles nothing; for a running manager at the next request, and it is refused (RuntimeError)
+        while the manager has requests that have not ended.
       layers: what each layer's `attend` call asks of the KV store.
       vocab_size, max_positions: in ids and tokens.
       dtype: of keys and values.
@@ -59,20 +60,31 @@ class CausalLM(ContinuousMixin):
         self.eos_token_ids = tuple(id for id in eos_token_ids if 0 <= id < self.vocab_size)
 
     @classmethod
-    def from_pretrained(cls, source: str | Path, *, dtype: str = "float32", progress_bar: bool = False) -> CausalLM:
-        """Loads a checkpoint: "demo", a Hugging Face folder, a .gguf file, or an "org/name" of the hub.
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        dtype: str = "float32",
+        revision: str | None = None,
+        token: str | bool | None = None,
+        progress_bar: bool = False,
+    ) -> CausalLM:
+        """Loads a checkpoint: "demo", a Hugging Face folder, a .gguf file, or a repository of the hub.
 
         Args:
+          source: of the hub, "org/name", or "org/name/file.gguf" for a GGUF file in it.
           dtype: "float32" or "bfloat16", of weights, activations and KV store.
+          revision: of the hub: a branch, tag or commit; None: "main".
+          token: of the hub: for private and gated repositories; None: the saved one, if any; False: none.
           progress_bar: show progress of downloading and loading.
 
         Raises:
-          FileNotFoundError, ValueError, RuntimeError: as `cbjax.checkpoints.load`.
+          FileNotFoundError, ValueError, PermissionError, ConnectionError, RuntimeError: as `cbjax.checkpoints.load`.
         """
         from cbjax.checkpoints import load
         from cbjax.models import build
 
-        checkpoint = load(source, dtype=dtype, progress=progress_bar)
+        checkpoint = load(source, dtype=dtype, revision=revision, token=token, progress=progress_bar)
         graphdef = build(checkpoint.config, dtype)
         defaults = checkpoint.generation
         return cls(
@@ -150,7 +162,8 @@ class CausalLM(ContinuousMixin):
     def params(self, params: dict[Any, Any]) -> None:
         params = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
         _check_same_shapes(self._params, params)
-        self._params = params
+        with self._changing_weights():
+            self._params = params
 
     def forward(self, params: dict[Any, Any], tokens: jax.Array) -> jax.Array:
         """Dense causal logits of one sequence, i32[tokens] -> f32[tokens, vocab]; pure, for training or as oracle."""

@@ -33,7 +33,10 @@ from cbjax.scheduler import (
     schedule,
     update,
 )
+from cbjax.step_record import Observer, StepRecord
 from cbjax.strict import check_int
+
+_NO_WORDS = np.empty(0, np.uint32)
 
 
 class Device(Protocol):
@@ -73,6 +76,7 @@ class Engine:
       state: the scheduler's.
       alive: requests that have not ended, by uid, in order of submission.
       stats: counts.
+      observers: called with each step's record once it is dispatched; one that raises stops the engine.
     """
 
     def __init__(
@@ -84,8 +88,10 @@ class Engine:
         vocab_size: int,
         max_positions: int,
         depth: int = 0,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.device, self.ladder, self.depth = device, ladder, depth
+        self.observers = observers
         self.vocab_size, self.max_positions = vocab_size, max_positions
         self.state = initial_state(config)
         self.alive: dict[int, RequestState] = {}
@@ -102,6 +108,7 @@ class Engine:
         max_new_tokens: int | None,
         eos_token_ids: tuple[int, ...],
         sampling: SamplingParams,
+        created: float | None = None,
     ) -> RequestState:
         """Puts a request into the waiting line.
 
@@ -110,18 +117,14 @@ class Engine:
           prompt: token ids, at least one, each in ``[0, vocab_size)``; `eos_token_ids` likewise.
           max_new_tokens: None means as many as the model's positions and the pool allow.
           sampling: how output tokens are chosen, and whether their logprobs are wanted.
+          created: when it was handed in, by `time.perf_counter`; None: now.
 
         Raises:
           TypeError, ValueError: what was handed in cannot be served; nothing else is touched.
         """
         if request_id in self._by_id:
             raise ValueError(f"request_id {request_id!r} is in use by a request that has not ended; choose another")
-        max_new_tokens = check_int("max_new_tokens", max_new_tokens, minimum=1, none=True)
-        wrong = [id for id in eos_token_ids if not 0 <= id < self.vocab_size]
-        if wrong:
-            raise ValueError(f"EOS ids must be in [0, {self.vocab_size}), the model's vocabulary; got {wrong[:5]}")
-        ids = _token_ids(prompt, self.vocab_size)
-        limit = self._limit(len(ids), max_new_tokens)
+        ids, limit = self.check(prompt, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
         request = Request(
             uid=next(self._uids),
             prompt=ids,
@@ -130,17 +133,33 @@ class Engine:
             words=sampling.pack(),
         )
         self.state = add(self.state, request)
+        now = time.perf_counter()
+        created = now if created is None else created
         state = RequestState(
             request_id=request_id,
             uid=request.uid,
             prompt=ids,
             max_new_tokens=limit,
             wants_logprobs=sampling.logprobs,
-            created_time=time.time(),
-            created=time.perf_counter(),
+            created_time=time.time() - (now - created),
+            created=created,
         )
         self.alive[request.uid] = self._by_id[request_id] = state
         return state
+
+    def check(
+        self, prompt: Sequence[int] | np.ndarray, *, max_new_tokens: int | None, eos_token_ids: tuple[int, ...]
+    ) -> tuple[np.ndarray, int]:
+        """A request's ids and the number of its output tokens at most. Changes nothing; any thread may call it.
+
+        Raises:
+          TypeError, ValueError: as `submit`.
+        """
+        max_new_tokens = check_int("max_new_tokens", max_new_tokens, minimum=1, none=True)
+        ids = checked_ids(prompt, eos_token_ids, self.vocab_size)
+        limit = self._limit(len(ids), max_new_tokens)
+        add(self.state, Request(uid=-1, prompt=ids, max_new_tokens=limit, eos_token_ids=(), words=_NO_WORDS))
+        return ids, limit
 
     def _limit(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
         """Output tokens after which a request ends with "length"; the model's positions are such an end, too."""
@@ -192,6 +211,15 @@ class Engine:
         self.device.update_table(plan.table)
         self._in_flight.append((plan, self.device.forward(descriptor, bucket)))
         self._account(plan, bucket)
+        if self.observers:
+            self._tell(plan, bucket)
+
+    def _tell(self, plan: StepPlan, bucket: Bucket) -> None:
+        request_ids = {uid: request.request_id for uid, request in self.alive.items()}
+        now = time.perf_counter()
+        record = StepRecord(plan=plan, bucket=bucket, state=self.state, request_ids=request_ids, dispatched=now)
+        for observer in self.observers:
+            observer(record)
 
     def _account(self, plan: StepPlan, bucket: Bucket) -> None:
         stats, batch, now = self.stats, plan.batch, time.perf_counter()
@@ -266,8 +294,15 @@ class Engine:
         return ended
 
 
-def _token_ids(prompt: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """i32[tokens], read-only; raises as `Engine.submit` says."""
+def checked_ids(prompt: Sequence[int] | np.ndarray, eos_token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    """The prompt as i32[tokens], a read-only copy.
+
+    Raises:
+      TypeError, ValueError: it is empty or no flat sequence of ids, or an id is outside the vocabulary.
+    """
+    wrong = [id for id in eos_token_ids if not 0 <= id < vocab_size]
+    if wrong:
+        raise ValueError(f"EOS ids must be in [0, {vocab_size}), the model's vocabulary; got {wrong[:5]}")
     try:
         ids = np.asarray(prompt)
     except ValueError:  # ragged, so not flat either

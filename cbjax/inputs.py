@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -42,8 +43,17 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] 
         token ids, which are taken as they are.
 
     Raises:
-      TypeError, ValueError: it is none of these, or text without a tokenizer.
+      TypeError, ValueError: it is none of these, text without a tokenizer, or nothing the tokenizer can encode.
     """
+    try:
+        return _encode(prompt, tokenizer)
+    except (TypeError, ValueError):
+        raise
+    except Exception as problem:  # a tokenizer, a template or a sequence of the caller's may raise anything
+        raise ValueError(f"the prompt cannot be encoded: {type(problem).__name__}: {problem}") from problem
+
+
+def _encode(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] | np.ndarray:
     is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if not (isinstance(prompt, str) or is_chat):
         if not isinstance(prompt, Sequence) and not (hasattr(prompt, "__array__") and np.ndim(prompt)):
@@ -87,10 +97,23 @@ def prepare(
             ids = encode_prompt(prompt, tokenizer)
         except (TypeError, ValueError) as problem:
             error = str(problem)
-        except Exception as problem:  # a tokenizer, a template or a sequence of the caller's may raise anything
-            error = f"the prompt cannot be encoded: {type(problem).__name__}: {problem}"
         prepared.append(Prepared(index=index, request_id=request_id, prompt=ids, config=config, error=error))
     return prepared
+
+
+def checked_names(count: int, given: Sequence[str]) -> list[str]:
+    """Request ids as their caller chose them.
+
+    Raises:
+      ValueError: not one str per prompt, or one of them twice.
+    """
+    names = [] if isinstance(given, str) else list(given)
+    if len(names) != count or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"request_ids must be a sequence of one str per prompt ({count}); got {given!r:.80}")
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ValueError(f"request_ids must differ; given more than once: {', '.join(map(repr, twice[:5]))}")
+    return names
 
 
 def hints_of(prepared: Sequence[Prepared], max_positions: int, max_tokens: int | None = None) -> WorkloadHints:

@@ -47,10 +47,14 @@ class Ladder:
         """
         return _up_to(self.decode, "rows", num_requests) + _up_to(self.mixed, "tokens", num_tokens)
 
-    def reachable_alone(self, prompt_tokens: int, new_tokens: int) -> tuple[Bucket, ...]:
-        """Buckets that one request needs: for whole chunks of its prompt, for their rest, and for decodes."""
-        budget = self.max_batch_tokens
-        chunks = {min(prompt_tokens, budget), prompt_tokens % budget} - {0}
+    def reachable_alone(self, prompt_tokens: int, new_tokens: int, chunk: int | None = None) -> tuple[Bucket, ...]:
+        """Buckets that one request needs: for whole chunks of its prompt, for their rest, and for decodes.
+
+        Args:
+          chunk: tokens of one step at most, where that is less than the budget.
+        """
+        chunk = chunk or self.max_batch_tokens
+        chunks = {min(prompt_tokens, chunk), prompt_tokens % chunk} - {0}
         if new_tokens > 1:
             chunks.add(1)
         ones, several = self.decode or self.mixed, self.mixed

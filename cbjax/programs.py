@@ -114,7 +114,7 @@ class ModelDevice:
         """Traces a program; also the seconds that took."""
         start = time.perf_counter()
         if isinstance(key, Bucket):
-            jitted = jax.jit(make_step(self.bind, key), donate_argnums=(1, 2))
+            jitted = jax.jit(make_step(self.bind, key, self.cache.groups), donate_argnums=(1, 2))
             shapes = _shapes((self.params, self.cache.kv, self.slots))
             lowered = jitted.lower(*shapes, abstract(key, self.config.num_words))
         else:

@@ -8,12 +8,22 @@ from cbjax.config import ContinuousBatchingConfig, WorkloadHints
 from cbjax.ladder import MIN_DECODE_ROWS, Ladder, make_ladder
 from cbjax.machine import MachineFacts
 from cbjax.sampling.params import NUM_WORDS
-from cbjax.scheduler import NUM_RESERVED_BLOCKS, SchedulerConfig, blocks_for, scheduler_named
+from cbjax.scheduler import (
+    NUM_RESERVED_BLOCKS,
+    SchedulerConfig,
+    Window,
+    blocks_for,
+    held_together,
+    most_columns,
+    scheduler_named,
+)
 
 # The block table's width without hints, in blocks of the default size: 32 x 256 = 8192 tokens.
 FALLBACK_BLOCKS_PER_REQUEST = 32
 FALLBACK_REQUEST_TOKENS = FALLBACK_BLOCKS_PER_REQUEST * ContinuousBatchingConfig().block_size
 _CPU_DEFAULTS = {"max_batch_tokens": 512, "max_requests_per_batch": 64, "max_memory_percent": 0.6}
+# Main memory is for everybody: without hints the pool of a CPU holds no more tokens than this.
+UNHINTED_CPU_TOKENS = 32_768
 _ACCELERATOR_DEFAULTS = {"max_batch_tokens": 8192, "max_requests_per_batch": 1024, "max_memory_percent": 0.9}
 _MIN_BATCH_TOKENS = 256
 # Of the engine's memory, what a step's temporaries may take before max_batch_tokens is lowered.
@@ -25,16 +35,18 @@ class ModelFacts:
     """What sizing needs of a model.
 
     Attributes:
-      block_bytes_per_token: KV bytes of one token over all layers, as the store lays them out.
+      block_bytes_per_token: KV bytes of one token over all arrays of the store, which is over the layers of one group.
       token_bytes: temporaries of one token in a step.
       row_bytes: temporaries of one row of logits.
       max_positions: positions the model was made for, in tokens.
+      windows: of each layer group, in tokens, None for a full one.
     """
 
     block_bytes_per_token: int
     token_bytes: int
     row_bytes: int
     max_positions: int
+    windows: tuple[Window, ...] = (None,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +83,10 @@ class ResolvedConfig:
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=True)), row[3]]) for row in rows]
         pool = self.scheduler
-        tokens = pool.num_blocks * pool.block_size
-        lines.append(f"pool: {tokens} tokens, {self.num_bytes / 2**20:.1f} MiB with the two reserved blocks")
+        tokens = f"{pool.num_blocks * pool.block_size} tokens"
+        if pool.num_groups > 1:
+            tokens += f" of one layer group ({pool.num_groups} groups share them)"
+        lines.append(f"pool: {tokens}, {self.num_bytes / 2**20:.1f} MiB with the two reserved blocks")
         lines.append("programs: " + ", ".join(map(str, self.ladder.buckets)))
         return "\n".join(lines)
 
@@ -108,11 +122,13 @@ def resolve(
     ]  # fmt: skip
     tokens = _batch_tokens(config, defaults, budget, model, decisions)
     rows_wanted = min(config.max_requests_per_batch or defaults["max_requests_per_batch"], tokens)
-    num_blocks = _num_blocks(config, hints, budget, model, tokens, rows_wanted, decisions)
-    rows = _rows(config, rows_wanted, num_blocks, decisions)
-    columns = _columns(config, hints, num_blocks, decisions)
+    on_cpu = machine.platform == "cpu"
+    num_blocks = _num_blocks(config, hints, budget, model, tokens, rows_wanted, decisions, on_cpu=on_cpu)
+    rows = _rows(config, rows_wanted, num_blocks // len(model.windows), decisions)
+    columns = _columns(config, hints, num_blocks, model, decisions)
     policy = scheduler_named(config.scheduler_type)
-    margin = _margin(config, hints, num_blocks, rows, policy.default_safety_margin, decisions)
+    need = _workload_blocks(config, hints, model, tokens, rows)
+    margin = _margin(config, need, num_blocks, policy.default_safety_margin, decisions)
     decisions += _fixed(config)
     scheduler = SchedulerConfig(
         policy=policy,
@@ -122,6 +138,7 @@ def resolve(
         max_requests_per_batch=rows,
         max_blocks_per_request=columns,
         safety_margin=margin,
+        windows=model.windows,
         num_words=NUM_WORDS,
     )
     return ResolvedConfig(
@@ -145,7 +162,14 @@ def _batch_tokens(config, defaults, budget: int, model: ModelFacts, decisions: l
     return used
 
 
-def _num_blocks(config, hints, budget, model, tokens, rows, decisions: list[Decision]) -> int:
+def _workload_blocks(config, hints: WorkloadHints, model: ModelFacts, tokens: int, rows: int) -> int:
+    """Blocks that hold the workload at its longest, as many requests as run at one time; 0 if nothing is known."""
+    longest = min(hints.max_prompt_length + hints.max_generated_length, model.max_positions)
+    sizes = [(longest, min(hints.num_requests or rows, rows))]
+    return held_together(sizes, windows=model.windows, block_size=config.block_size, max_batch_tokens=tokens)
+
+
+def _num_blocks(config, hints, budget, model, tokens, rows, decisions: list[Decision], *, on_cpu: bool) -> int:
     block_bytes = config.block_size * model.block_bytes_per_token
     temporaries = tokens * model.token_bytes + rows * model.row_bytes
     fits = (budget - temporaries) // block_bytes - NUM_RESERVED_BLOCKS
@@ -154,11 +178,12 @@ def _num_blocks(config, hints, budget, model, tokens, rows, decisions: list[Deci
         used, why = asked, f"as asked; {fits} fit"
     else:
         used, why = fits, "what fits beside a step's temporaries"
-        longest = min(hints.max_prompt_length + hints.max_generated_length, model.max_positions)
-        if longest:
-            need = blocks_for(longest, config.block_size) * min(hints.num_requests or rows, rows)
-            if need < fits:
-                used, why = need, f"what the workload can need; {fits} would fit"
+        need = _workload_blocks(config, hints, model, tokens, rows)
+        if not need and on_cpu and fits * config.block_size > UNHINTED_CPU_TOKENS:
+            used = blocks_for(UNHINTED_CPU_TOKENS, config.block_size)
+            why = f"no hints: {UNHINTED_CPU_TOKENS} tokens on a CPU; {fits} would fit"
+        elif 0 < need < fits:
+            used, why = need, f"what the workload can need; {fits} would fit"
     if used > fits or used < 1:
         raise ValueError(
             f"the KV pool must fit into memory: num_blocks={max(used, 1)} blocks of {block_bytes / 2**20:.2f} MiB "
@@ -170,16 +195,16 @@ def _num_blocks(config, hints, budget, model, tokens, rows, decisions: list[Deci
     return used
 
 
-def _rows(config, wanted: int, num_blocks: int, decisions: list[Decision]) -> int:
+def _rows(config, wanted: int, blocks_per_group: int, decisions: list[Decision]) -> int:
     asked, used = config.max_requests_per_batch, wanted
     why = "as asked" if asked == used else "at most max_batch_tokens" if asked else "default of the platform"
-    if asked is None and num_blocks < used:
-        used, why = max(num_blocks, MIN_DECODE_ROWS), "every row holds a block at least"
+    if asked is None and blocks_per_group < used:
+        used, why = max(blocks_per_group, MIN_DECODE_ROWS), "every row holds a block at least"
     decisions.append(Decision(field="max_requests_per_batch", asked=asked, used=used, why=why))
     return used
 
 
-def _columns(config, hints, num_blocks: int, decisions: list[Decision]) -> int:
+def _columns(config, hints, num_blocks: int, model: ModelFacts, decisions: list[Decision]) -> int:
     asked, used = config.max_blocks_per_request, config.max_blocks_per_request
     why = "as asked"
     if not asked:
@@ -191,19 +216,18 @@ def _columns(config, hints, num_blocks: int, decisions: list[Decision]) -> int:
             why = f"no hints: at least {FALLBACK_REQUEST_TOKENS} tokens"
         if asked == 0:
             why += "; without decode programs"
-    if used > num_blocks:
-        used, why = num_blocks, "no request can hold more than the pool"
+    fillable = most_columns(model.windows, num_blocks=num_blocks, block_size=config.block_size, limit=used)
+    if used > max(fillable, 1):
+        used, why = max(fillable, 1), "no request can hold more than the pool"
     decisions.append(Decision(field="max_blocks_per_request", asked=asked, used=used, why=why))
     return used
 
 
-def _margin(config, hints, num_blocks: int, rows: int, default: float, decisions: list[Decision]) -> float:
+def _margin(config, need: int, num_blocks: int, default: float, decisions: list[Decision]) -> float:
     asked, used, why = config.safety_margin, config.safety_margin, "as asked"
     if asked is None:
         used, why = default, "default of the policy: fraction of the pool kept from waiting requests"
-        longest = hints.max_prompt_length + hints.max_generated_length
-        at_once = min(hints.num_requests or rows, rows)
-        if longest and blocks_for(longest, config.block_size) * at_once <= num_blocks:
+        if 0 < need <= num_blocks:
             used, why = 0.0, "the pool holds every request at its longest, so nobody can lack a block"
     decisions.append(Decision(field="safety_margin", asked=asked, used=used, why=why))
     return used

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cbjax.attention import LayerGroups, layer_groups
 from cbjax.cache import PagedAttentionCache, store_specs
 from cbjax.compilation_cache import enable_compilation_cache
 from cbjax.config import ContinuousBatchingConfig, WorkloadHints
@@ -16,7 +17,7 @@ from cbjax.machine import MachineFacts, machine_facts
 from cbjax.programs import ModelDevice, Program
 from cbjax.progress import progress
 from cbjax.resolve import Decision, ModelFacts, ResolvedConfig, resolve
-from cbjax.scheduler import blocks_for
+from cbjax.scheduler import blocks_for, held_together
 
 if TYPE_CHECKING:
     from cbjax.causal_lm import CausalLM
@@ -32,7 +33,8 @@ class Session:
 
     def __init__(self, lm: CausalLM, config: ContinuousBatchingConfig, hints: WorkloadHints) -> None:
         self.key = session_key(config)
-        self.model_facts = model_facts(lm)
+        groups = layer_groups(lm.layers, max_positions=lm.max_positions)
+        self.model_facts = model_facts(lm, groups)
         self.machine: MachineFacts = machine_facts()
         cache_in_use = enable_compilation_cache() if config.compilation_cache else "off, as asked"
         resolved = resolve(config, hints, self.machine, self.model_facts)
@@ -42,27 +44,39 @@ class Session:
             used=cache_in_use,
             why="compiled programs on disk",
         )
-        self.resolved: ResolvedConfig = replace(resolved, decisions=(*resolved.decisions, decision))
+        decisions = (*resolved.decisions, decision, layer_groups_decision(groups))
+        self.resolved: ResolvedConfig = replace(resolved, decisions=decisions)
         scheduler = resolved.scheduler
-        specs = store_specs(lm.layers, num_blocks=scheduler.num_blocks, block_size=scheduler.block_size, dtype=lm.dtype)
-        cache = PagedAttentionCache(specs)
+        cache = PagedAttentionCache(
+            groups, num_blocks=scheduler.num_blocks, block_size=scheduler.block_size, dtype=lm.dtype
+        )
         self.device = ModelDevice(lm.bind, lm.params, cache, scheduler)
         self.engine = Engine(
-            self.device, scheduler, resolved.ladder, vocab_size=lm.vocab_size, max_positions=lm.max_positions
+            self.device,
+            scheduler,
+            resolved.ladder,
+            vocab_size=lm.vocab_size,
+            max_positions=lm.max_positions,
+            observers=lm.observers,
         )
         log.info("session: %s\n%s", self.machine.device, self.resolved.report())
 
-    def covers(self, hints: WorkloadHints) -> bool:
+    def covers(self, hints: WorkloadHints, *, open_ended: bool = False) -> bool:
         """Whether this session is as good as a new one for such a workload.
 
         It is not if its pool was sized for a smaller workload and memory allows a larger pool.
+
+        Args:
+          open_ended: anything may come where the hints say nothing; else they are the whole workload.
         """
-        if not hints.num_requests:
+        if not hints.num_requests and not open_ended:
             return True
         mine = self.resolved.scheduler
         wanted = resolve(self.resolved.config, hints, self.machine, self.model_facts).scheduler
         longest = min(hints.max_prompt_length + hints.max_generated_length, self.model_facts.max_positions)
-        columns = min(blocks_for(longest, mine.block_size), wanted.max_blocks_per_request)
+        columns = wanted.max_blocks_per_request
+        if longest:
+            columns = min(blocks_for(longest, mine.block_size), columns)
         return wanted.num_blocks <= mine.num_blocks and columns <= mine.max_blocks_per_request
 
     def warmup(self, buckets: Sequence[Bucket] | None = None, *, progress_bar: bool = False) -> list[Program]:
@@ -97,19 +111,27 @@ def session_key(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
     return replace(config, seed=None, return_logprobs=False)
 
 
-def model_facts(lm: CausalLM) -> ModelFacts:
+def layer_groups_decision(groups: LayerGroups) -> Decision:
+    """Which layers share a block table; places of the store that hold no layer are said, since they cost memory."""
+    padded = f"{groups.num_padded} of {len(groups.windows) * len(groups.shapes)} places are padding"
+    why = padded if groups.num_padded else "layers that see as far back share a block table"
+    return Decision(field="layer_groups", asked=None, used=str(groups), why=why)
+
+
+def model_facts(lm: CausalLM, groups: LayerGroups) -> ModelFacts:
     """Sizes of a model's cells and temporaries, in bytes.
 
     The temporaries are estimates: a step keeps a few activations of a token alive at a time, and four float32 images of
     a row of logits (the logits, the processed ones, their exponentials, and one in the sampler).
     """
-    specs = store_specs(lm.layers, num_blocks=1, block_size=4, dtype=lm.dtype)
+    specs = store_specs(groups, num_blocks=1, block_size=4, dtype=lm.dtype)
     widest = max(layer.num_heads * layer.head_dim for layer in lm.layers)
     return ModelFacts(
         block_bytes_per_token=sum(spec.block_bytes for spec in specs) // 4,
         token_bytes=32 * widest * 4,
         row_bytes=4 * lm.vocab_size * 4,
         max_positions=lm.max_positions,
+        windows=groups.windows,
     )
 
 
@@ -139,10 +161,18 @@ def reachable_buckets(resolved: ResolvedConfig, requests: Sequence[WorkloadHints
     if not requests:
         return ()
     if len(requests) == 1:
-        return ladder.reachable_alone(requests[0].max_prompt_length, requests[0].max_generated_length)
+        prompt, generated = requests[0].max_prompt_length, requests[0].max_generated_length
+        chunk = scheduler.chunk_limit(prompt + max(0, generated - 1))
+        return ladder.reachable_alone(prompt, generated, chunk)
     prompts = sum(hints.max_prompt_length for hints in requests)
     cells = [hints.max_prompt_length + hints.max_generated_length for hints in requests]
     # What was generated is prefilled again only if somebody can be soft-reset.
-    fits_at_once = sum(blocks_for(n, scheduler.block_size) for n in cells) <= scheduler.num_blocks
+    need = held_together(
+        [(n, 1) for n in cells],
+        windows=scheduler.windows,
+        block_size=scheduler.block_size,
+        max_batch_tokens=scheduler.max_batch_tokens,
+    )
+    fits_at_once = need <= scheduler.num_blocks
     rows = min(len(requests), scheduler.max_requests_per_batch)
     return ladder.reachable(num_requests=rows, num_tokens=prompts if fits_at_once else sum(cells))

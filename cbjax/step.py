@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from cbjax.attention import Attend, PagedAttend, prepare_batch
+from cbjax.attention import Attend, LayerGroups, PagedAttend, prepare_batch
 from cbjax.descriptor import BatchDescriptor, Bucket
 from cbjax.sampling.sample import sample
 
@@ -40,7 +40,8 @@ type Bind = Callable[[dict], Model]
 class SlotState:
     """Attributes:
     last_token: i32[slots + 1], the last token sampled for the slot.
-    table: i32[groups, slots + 1, max_blocks], block ids; entries beyond a row's context are never followed.
+    table: i32[groups, slots + 1, max_blocks], block ids; `num_blocks` where the block has left the group's window.
+        Entries beyond a row's context are never followed.
     """
 
     last_token: jax.Array
@@ -63,26 +64,30 @@ def initial_slots(*, num_slots: int, num_groups: int, max_blocks: int, num_block
     )
 
 
-def make_step(bind: Bind, bucket: Bucket) -> Callable:
+def make_step(bind: Bind, bucket: Bucket, groups: LayerGroups) -> Callable:
     """The step of one bucket, to be jitted with its second and third argument donated."""
 
     def step(
         params: dict, kv: list[jax.Array], slots: SlotState, batch: BatchDescriptor
     ) -> tuple[StepResult, list[jax.Array], SlotState]:
         model = bind(params)
-        pages = prepare_batch(
-            slots.table[0],
-            batch.slot,
-            batch.q_start,
-            batch.context_len,
-            batch.num_rows,
-            num_tokens=bucket.tokens,
-            block_size=kv[0].shape[3],
-            num_blocks=kv[0].shape[2] - 2,
-            single_token_rows=bucket.kind == "decode",
-        )
-        attend = PagedAttend(kv, pages)
-        hidden = model.hidden(_input_tokens(slots, batch, bucket), pages.position, attend)
+        # What does not depend on a group's table is the same in all of them, and the compiler keeps one.
+        pages = [
+            prepare_batch(
+                slots.table[group],
+                batch.slot,
+                batch.q_start,
+                batch.context_len,
+                batch.num_rows,
+                num_tokens=bucket.tokens,
+                block_size=kv[0].shape[3],
+                num_blocks=kv[0].shape[2] - 2,
+                single_token_rows=bucket.kind == "decode",
+            )
+            for group in range(len(groups.windows))
+        ]
+        attend = PagedAttend(kv, pages, groups)
+        hidden = model.hidden(_input_tokens(slots, batch, bucket), pages[0].position, attend)
         last = jnp.maximum(batch.q_start[1:] - 1, 0)
         with jax.named_scope("logits"):
             logits = model.logits(hidden[last]).astype(jnp.float32)

@@ -40,6 +40,8 @@ from cbjax.testing import HistoryHashDevice, solo_run
 VOCAB_SIZE = 997
 POLICIES = ("fifo", "prefill_first")
 DEPTHS = (0, 1, 2, 3)
+# One window per layer group.
+type Windows = tuple[int | None, ...]
 GREEDY = SamplingParams()
 
 
@@ -55,6 +57,18 @@ def make_config(*, policy: str = "fifo", max_blocks_per_request: int | None = No
     } | changes
     columns = settings["num_blocks"] if max_blocks_per_request is None else max_blocks_per_request
     return SchedulerConfig(policy=scheduler_named(policy), max_blocks_per_request=columns, **settings)
+
+
+def make_device(config: SchedulerConfig) -> HistoryHashDevice:
+    """The history-hash device that such a scheduler expects."""
+    return HistoryHashDevice(
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        num_slots=config.max_requests_per_batch,
+        max_blocks=config.max_blocks_per_request,
+        vocab_size=VOCAB_SIZE,
+        windows=config.windows,
+    )
 
 
 def make_prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -121,13 +135,7 @@ class Loop:
 
     def __init__(self, config: SchedulerConfig, *, depth: int = 0) -> None:
         self.config, self.depth = config, depth
-        self.device = HistoryHashDevice(
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            num_slots=config.max_requests_per_batch,
-            max_blocks=config.max_blocks_per_request,
-            vocab_size=VOCAB_SIZE,
-        )
+        self.device = make_device(config)
         self.ladder = make_ladder(max_batch_tokens=config.max_batch_tokens, max_rows=config.max_requests_per_batch)
         self.state = initial_state(config)
         self.in_flight: deque[tuple[StepPlan, StepOutputs]] = deque()
@@ -263,11 +271,13 @@ class Loop:
         self.state = state
 
 
-def random_config(rng: random.Random, policy: str) -> SchedulerConfig:
+def random_config(rng: random.Random, policy: str, windows: Windows = (None,)) -> SchedulerConfig:
     """A pool that a few requests already overfill."""
-    num_blocks = rng.randint(4, 14)
+    groups = len(windows)
+    num_blocks = rng.randint(4 * groups, 14 * groups)
     return make_config(
         policy=policy,
+        windows=windows,
         num_blocks=num_blocks,
         block_size=rng.choice([4, 4, 5]),
         max_batch_tokens=rng.choice([1, 3, 4, 8, 16, 64]),
@@ -284,10 +294,10 @@ def random_size(rng: random.Random, config: SchedulerConfig) -> tuple[int, int]:
     return prompt, rng.randint(1, min(24, cells - prompt + 1))
 
 
-def random_script(seed: int, depth: int) -> Loop:
+def random_script(seed: int, depth: int, windows: Windows = (None,)) -> Loop:
     """A few requests that come while others run, sometimes one is cancelled; all are compared with solo runs."""
     rng = random.Random(seed)
-    loop = Loop(random_config(rng, POLICIES[seed % 2]), depth=depth)
+    loop = Loop(random_config(rng, POLICIES[seed % 2], windows), depth=depth)
     to_come, burst = rng.randint(3, 12), rng.choice([0.3, 0.9])
     while to_come:
         while to_come and rng.random() < burst:
@@ -302,13 +312,7 @@ def random_script(seed: int, depth: int) -> Loop:
 def make_engine(*, depth: int = 0, max_positions: int = 4096, **changes) -> Engine:
     """The engine over a history-hash device."""
     config = make_config(num_words=NUM_WORDS, **changes)
-    device = HistoryHashDevice(
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        num_slots=config.max_requests_per_batch,
-        max_blocks=config.max_blocks_per_request,
-        vocab_size=VOCAB_SIZE,
-    )
+    device = make_device(config)
     ladder = make_ladder(max_batch_tokens=config.max_batch_tokens, max_rows=config.max_requests_per_batch)
     return Engine(device, config, ladder, vocab_size=VOCAB_SIZE, max_positions=max_positions, depth=depth)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cbjax.attention import KVSpec, paged_attention
+from cbjax.attention import KVSpec, LayerGroups, LayerSpec, layer_groups, paged_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 kernel = jax.jit(paged_attention, static_argnames=("scale", "window", "soft_cap", "single_token_rows"))
@@ -69,6 +69,14 @@ def pack(table: np.ndarray, rows: list[Row], *, max_rows: int, single_token_rows
 def make_spec(block_size: int, blocks_of_128: int = 12, dtype: jax.typing.DTypeLike = jnp.float32) -> KVSpec:
     num_blocks = max(12, blocks_of_128 * 128 // block_size)
     return KVSpec(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
+
+
+def one_group(num_layers: int, spec: KVSpec, window: int | None = None) -> LayerGroups:
+    """Layers that all see as far back."""
+    layer = LayerSpec(
+        num_heads=spec.num_kv_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, window=window
+    )
+    return layer_groups([layer] * num_layers)
 
 
 def make_inputs(spec: KVSpec, num_tokens: int, seed: int = 0, heads: int = HEADS) -> tuple[np.ndarray, ...]:

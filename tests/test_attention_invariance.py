@@ -1,7 +1,8 @@
 """A row's logits are the same bits whatever the program: batch mates, bucket, chunking, block size, decode or prefill.
 
-The whole tiny decoder runs over the paged store; every path computes logits of the same sequence and must agree with
-what the first path gave for that position.
+In float32 that holds for programs of 64 rows or more: fewer are multiplied in another order, for speed. The whole tiny
+decoder runs over the paged store; every path computes logits of the same sequence and must agree with what the first
+path gave for that position.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from paged_rows import Row, make_table, pack
+from paged_rows import Row, make_table, one_group, pack
 
 from cbjax.attention import KVSpec, PagedAttend, prepare_batch
 from cbjax.models import DecoderConfig, build, init_params
@@ -41,16 +42,17 @@ def run_step(graphdef, params, kv, tokens, positions, step, *, spec, single_toke
         num_blocks=spec.num_blocks,
         single_token_rows=single_token_rows,
     )
-    model, attend = nnx.merge(graphdef, params), PagedAttend(kv, batch)
+    model, attend = nnx.merge(graphdef, params), PagedAttend(kv, [batch], one_group(len(kv), spec))
     hidden = model.hidden(tokens, positions, attend)
     last = jnp.clip(step[2][1:] - 1, 0, tokens.shape[0] - 1)
     return model.logits(hidden[last]), attend.kv
 
 
 class Server:
-    """Three sequences in one store; each call runs one step."""
+    """Three sequences in one store; each call runs one step, in a program of `min_rows` rows or more."""
 
-    def __init__(self, config: DecoderConfig, dtype: str, block_size: int, seed: int):
+    def __init__(self, config: DecoderConfig, dtype: str, block_size: int, seed: int, min_rows: int):
+        self.min_rows = min_rows
         rng = np.random.default_rng(7)
         self.sequences = [rng.integers(0, config.vocab_size, length) for length in LENGTHS]
         num_blocks = sum(-(-length // block_size) for length in LENGTHS)
@@ -68,6 +70,7 @@ class Server:
 
     def step(self, work: dict[int, int], *, tokens: int, rows: int, decode: bool = False) -> dict[int, np.ndarray]:
         """Runs `work[slot]` more tokens of each slot; returns {position: logits} of slot 0, if it takes part."""
+        tokens, rows = max(tokens, self.min_rows), max(rows, self.min_rows)
         flat, positions, packed = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32), []
         at = 0
         for slot, count in work.items():
@@ -128,26 +131,39 @@ PATHS = [
 ]
 
 
-def differences(config: DecoderConfig, dtype: str, block_sizes: tuple[int, ...], paths=PATHS) -> list[str]:
-    """Every (path, block size, position) whose logits are not the bits seen first."""
-    seen: dict[int, bytes] = {}
-    compared, wrong = 0, []
+def logits_by_path(config: DecoderConfig, dtype: str, block_sizes: tuple[int, ...], paths, min_rows: int):
+    """Every (what computed it, position, logits)."""
     for block_size in block_sizes:
         for seed, path in enumerate(paths):
-            for result in path(Server(config, dtype, block_size, seed)):
+            for result in path(Server(config, dtype, block_size, seed, min_rows)):
                 for position, logits in result.items():
                     assert np.isfinite(logits).all()
-                    compared += position in seen
-                    if seen.setdefault(position, logits.tobytes()) != logits.tobytes():
-                        wrong.append(f"{path.__name__}, block_size {block_size}, position {position}")
+                    yield f"{path.__name__}, block_size {block_size}, position {position}", position, logits
+
+
+def differences(
+    dtype: str, block_sizes: tuple[int, ...], paths=PATHS, *, min_rows: int, atol: float = 0.0
+) -> list[str]:
+    """Whose logits are not those seen first for their position: not the same bits, or off by more than `atol`."""
+    seen: dict[int, np.ndarray] = {}
+    compared, wrong = 0, []
+    for what, position, logits in logits_by_path(CONFIG, dtype, block_sizes, paths, min_rows):
+        first = seen.setdefault(position, logits)
+        compared += first is not logits
+        if first.tobytes() != logits.tobytes() and not (atol and np.allclose(first, logits, rtol=0, atol=atol)):
+            wrong.append(what)
     assert compared >= 4 * (len(block_sizes) - 1)
     return wrong
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_are_bit_equal_across_programs(dtype):
-    assert differences(CONFIG, dtype, (16,)) == []
+@pytest.mark.parametrize(("dtype", "min_rows"), [("float32", 64), ("bfloat16", 2)])
+def test_logits_are_bit_equal_across_programs(dtype, min_rows):
+    assert differences(dtype, (16,), min_rows=min_rows) == []
+
+
+def test_float32_logits_of_programs_of_few_rows_are_within_rounding():
+    assert differences("float32", (16,), min_rows=2, atol=2e-5) == []
 
 
 def test_logits_are_bit_equal_across_block_sizes():
-    assert differences(CONFIG, "float32", (4, 16, 256), PATHS[2:3]) == []
+    assert differences("float32", (4, 16, 256), PATHS[2:3], min_rows=64) == []

@@ -395,9 +395,3 @@ def test_what_is_no_list_of_prompts_is_refused(lm, inputs):
 def test_generation_configs_that_do_not_match_are_refused(lm, configs):
     with pytest.raises((TypeError, ValueError), match="GenerationConfig"):
         lm.generate_batch(PROMPTS, configs, batching())
-
-
-@pytest.mark.parametrize("config", [GREEDY, {"block_size": 4}, 5])
-def test_a_batching_config_of_another_type_is_refused(lm, config):
-    with pytest.raises(TypeError, match="ContinuousBatchingConfig"):
-        lm.generate_batch(PROMPTS, GREEDY, config)

@@ -141,3 +141,9 @@ def test_invariant_8_a_field_without_effect_is_reported(lm, field):
         word in line
         for word in ("not given", "without effect", "one after another", "compiled program", "recomputed", "directly")
     )
+
+
+@pytest.mark.parametrize("config", [GenerationConfig(), {"block_size": 4}, 5])
+def test_a_batching_config_of_another_type_is_refused(lm, config):
+    with pytest.raises(TypeError, match="ContinuousBatchingConfig"):
+        lm.generate_batch([[1, 2]], GenerationConfig(), config)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from checkpoint_files import HF_CONFIG, hf_tensors, write_folder, write_gguf
 
-from cbjax.checkpoints import Checkpoint, GenerationDefaults, hub, load
+from cbjax.checkpoints import Checkpoint, GenerationDefaults, load
 from cbjax.models import DecoderConfig, LinearScaling, Llama3Scaling, RopeConfig, abstract_params, flatten
 
 EXPECTED_CONFIG = DecoderConfig(
@@ -328,54 +328,3 @@ def test_json_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"config.json must hold a JSON object. Got list"):
         load(tmp_path)
-
-
-class FakeHub:
-    """Stands in for `huggingface_hub.snapshot_download`: records its calls, answers with a folder or an error."""
-
-    def __init__(self, cached: Path | None, remote: Path | None) -> None:
-        self.cached, self.remote = cached, remote
-        self.calls: list[tuple[str, bool]] = []
-
-    def __call__(self, repo_id: str, *, allow_patterns: list[str], local_files_only: bool = False) -> str:
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        assert allow_patterns == ["*.json", "*.jinja", "*.safetensors"]
-        self.calls.append((repo_id, local_files_only))
-        answer = self.cached if local_files_only else self.remote
-        if answer is None:
-            raise LocalEntryNotFoundError("not in the cache") if local_files_only else OSError("no network")
-        return str(answer)
-
-
-def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = hf_tensors()
-    whole = write_folder(tmp_path / "whole", tensors)
-    partial = write_folder(tmp_path / "partial", tensors, num_shards=2)
-    (partial / "model-00002-of-00002.safetensors").unlink()
-
-    def load_with(fake: FakeHub) -> Checkpoint:
-        monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
-        return load("org/model")
-
-    cached = FakeHub(whole, None)
-    assert_holds(load_with(cached), tensors)
-    assert cached.calls == [("org/model", True)]
-    for first in (None, partial):
-        downloaded = FakeHub(first, whole)
-        assert_holds(load_with(downloaded), tensors)
-        assert downloaded.calls == [("org/model", True), ("org/model", False)]
-    with pytest.raises(RuntimeError, match=r"'org/model' is no local path.*OSError: no network.*local folder"):
-        load_with(FakeHub(None, None))
-
-
-def test_a_local_folder_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", FakeHub(None, None))
-    write_folder(Path("org/model"), hf_tensors())
-    assert load("org/model").config == EXPECTED_CONFIG
-
-
-@pytest.mark.parametrize("name", ["demo", "a/b/c", "./a", "/a/b", "a/", "org/m.gguf", "a b/c", "-a/b", ""])
-def test_names_that_are_not_on_the_hub(name: str) -> None:
-    assert not hub.is_repo_id(name)

@@ -21,6 +21,16 @@ def test_the_example_of_a_module_of_ones_own_runs_and_its_own_check_holds(monkey
     names["lm"].close()
 
 
+def test_the_example_of_a_manager_runs_and_its_own_checks_hold():
+    (source,) = code_blocks("docs/manager.md")
+    assert source.count("assert ") == 2
+    names = {}
+    exec(compile(source, "docs/manager.md", "exec"), names)
+    assert [output.status.name for output in names["outputs"]] == ["FINISHED"] * 3
+    assert names["lm"].manager is None
+    names["lm"].close()
+
+
 def test_the_readme_has_both_commands_and_links_that_exist():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for marker in ("run", "test"):

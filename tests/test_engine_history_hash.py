@@ -10,6 +10,7 @@ from machines import (
     GREEDY,
     POLICIES,
     VOCAB_SIZE,
+    Windows,
     expected,
     finish,
     make_engine,
@@ -22,14 +23,19 @@ from cbjax.requests import RequestStatus
 from cbjax.sampling import SamplingParams
 from cbjax.testing import solo_run
 
+# Pools in which one request of 28 tokens just fits.
+POOLS = [((None,), 7), ((None, 6), 10), ((5,), 7), ((None, 2, 9), 12)]
+
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_outputs_on_tight_pools_equal_solo_runs(policy: str, depth: int) -> None:
+@pytest.mark.parametrize(("windows", "num_blocks"), POOLS)
+def test_outputs_on_tight_pools_equal_solo_runs(windows: Windows, num_blocks: int, policy: str, depth: int) -> None:
     num_resets = 0
+    pool = {"windows": windows, "num_blocks": num_blocks}
     for seed in range(8):
         rng = random.Random(seed)
-        engine = make_engine(depth=depth, policy=policy, num_blocks=7, max_batch_tokens=rng.choice([5, 16, 64]))
+        engine = make_engine(depth=depth, policy=policy, max_batch_tokens=rng.choice([5, 16, 64]), **pool)
         runs = []
         for i in range(8):
             prompt = rng.randint(1, 14)
@@ -47,7 +53,7 @@ def test_outputs_on_tight_pools_equal_solo_runs(policy: str, depth: int) -> None
             assert request.finish_reason == ("stop" if tokens[-1] in eos else "length")
             num_resets += request.num_soft_resets
         assert engine.stats.soft_resets == sum(request.num_soft_resets for request, _, _ in runs)
-    assert num_resets > 10
+    assert num_resets > 10 or None not in windows
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

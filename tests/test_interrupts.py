@@ -145,7 +145,7 @@ def test_b40_an_interrupt_that_loses_the_donated_arrays(lm, right, monkeypatch, 
 
 def test_b40_an_interrupt_in_the_progress_bar(lm, right, monkeypatch):
     with leaves_nothing(lm, right), monkeypatch.context() as patched:
-        bar = progress._bar_class()
+        bar = progress.bar_class(show=True)
         patched.setattr(bar, "update", raising(bar.update, KeyboardInterrupt(), at=3))
         with pytest.raises(KeyboardInterrupt):
             generate(lm, progress_bar=True)
@@ -166,7 +166,7 @@ def test_b40_an_interrupt_while_tracing(lm, right, monkeypatch):
 
 
 def test_b40_an_interrupt_between_two_compiled_programs(lm, right, monkeypatch):
-    interrupted_warmup(lm, right, monkeypatch, progress._bar_class(), "update", KeyboardInterrupt())
+    interrupted_warmup(lm, right, monkeypatch, progress.bar_class(show=True), "update", KeyboardInterrupt())
 
 
 def test_b40_an_exception_in_the_compiler(lm, right, monkeypatch):

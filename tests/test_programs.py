@@ -65,9 +65,9 @@ def test_b45_invariant_7_nothing_is_compiled_after_warm_up(lm, caplog):
     assert all(program.seconds > 0 and program in session.device.programs.values() for program in compiled)
     assert session.warmup() == []
     session.device.strict = True
-    prompts, configs = random_requests(60, seed=0)
+    prompts, configs = random_requests(200, seed=0)
     with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
-        for first, last, logprobs in ((0, 1, True), (1, 4, False), (4, 60, True)):
+        for first, last, logprobs in ((0, 1, True), (1, 4, False), (4, 200, True)):
             settings = dataclasses.replace(config, return_logprobs=logprobs, seed=first)
             outputs = lm.generate_batch(prompts[first:last], configs[first:last], settings)
             assert all(output.status == RequestStatus.FINISHED for output in outputs.values())
@@ -200,6 +200,7 @@ def test_the_ladders_of_the_default_budgets():
     demo = resolve(ContinuousBatchingConfig(num_blocks=512), WorkloadHints(), MACHINE, MODEL)
     assert [bucket.rows for bucket in demo.ladder.decode] == [2, 8, 16, 32, 64]
     assert [bucket.tokens for bucket in demo.ladder.mixed] == [64, 128, 256, 512]
+    assert len(demo.ladder.buckets) + 1 <= 24, "with the one that writes block-table entries"
     accelerator = dataclasses.replace(MACHINE, platform="tpu")
     default = resolve(ContinuousBatchingConfig(num_blocks=2048), WorkloadHints(), accelerator, MODEL)
     assert [bucket.rows for bucket in default.ladder.decode] == [2, 8, 16, 32, 64, 128, 256, 512, 1024]

@@ -7,7 +7,7 @@ import pytest
 
 from cbjax import ContinuousBatchingConfig, GenerationConfig, WorkloadHints
 from cbjax.machine import MachineFacts, machine_facts
-from cbjax.resolve import ModelFacts, resolve
+from cbjax.resolve import UNHINTED_CPU_TOKENS, ModelFacts, resolve
 from cbjax.testing import tiny_llama
 
 GIB = 1 << 30
@@ -17,6 +17,12 @@ TPU = MachineFacts(platform="tpu", device="v5e", free_bytes=12 * GIB, source="th
 # About the demo model: 30 layers of 3 heads of 64 in float32, 49,152 ids.
 MODEL = ModelFacts(block_bytes_per_token=46_080, token_bytes=73_728, row_bytes=786_432, max_positions=8192)
 NONE = WorkloadHints()
+# Hints with which the memory alone bounds the pool; a CPU's is bounded without hints, too.
+WITHOUT_BOUND = {
+    CPU: WorkloadHints(max_prompt_length=8000, max_generated_length=192, num_requests=1024),
+    GPU: NONE,
+    TPU: NONE,
+}
 
 
 def used(field, config=None, hints=NONE, machine=CPU, model=MODEL):
@@ -69,7 +75,7 @@ def test_the_real_machine_has_facts():
 @pytest.mark.parametrize("machine", [CPU, GPU, TPU])
 @pytest.mark.parametrize("block_size", [4, 16, 256])
 def test_without_hints_the_pool_takes_what_is_left_and_never_more(machine, block_size):
-    resolved = resolve(ContinuousBatchingConfig(block_size=block_size), NONE, machine, MODEL)
+    resolved = resolve(ContinuousBatchingConfig(block_size=block_size), WITHOUT_BOUND[machine], machine, MODEL)
     scheduler = resolved.scheduler
     percent = 0.6 if machine is CPU else 0.9
     temporaries = scheduler.max_batch_tokens * MODEL.token_bytes
@@ -86,8 +92,18 @@ def test_without_hints_the_pool_takes_what_is_left_and_never_more(machine, block
 def test_the_pool_is_never_larger_than_the_hints_need(machine, block_size, prompt, generated, requests):
     config, hints = ContinuousBatchingConfig(block_size=block_size), hinted(prompt, generated, requests)
     need = -(-(prompt + generated) // block_size) * requests
-    assert blocks(config, hints, machine) == min(need, blocks(config, NONE, machine))
+    assert blocks(config, hints, machine) == min(need, blocks(config, WITHOUT_BOUND[machine], machine))
     assert blocks(config, hints, CPU) <= need
+
+
+@pytest.mark.parametrize("block_size", [4, 256])
+def test_without_hints_a_cpu_keeps_most_of_its_memory(block_size):
+    config = ContinuousBatchingConfig(block_size=block_size)
+    assert blocks(config) == UNHINTED_CPU_TOKENS // block_size
+    assert "no hints" in used("num_blocks", config)[1]
+    small = dataclasses.replace(CPU, free_bytes=GIB)
+    assert blocks(config, machine=small) < UNHINTED_CPU_TOKENS // block_size
+    assert "what fits" in used("num_blocks", config, machine=small)[1]
 
 
 def test_one_prompt_does_not_take_the_memory_of_the_machine():
@@ -119,7 +135,7 @@ def test_an_explicit_pool_is_taken_as_it_is():
 
 @pytest.mark.parametrize("machine", [CPU, GPU, TPU])
 def test_an_explicit_pool_that_does_not_fit_is_refused_with_numbers_and_knobs(machine):
-    fits = blocks(machine=machine)
+    fits = blocks(hints=WITHOUT_BOUND[machine], machine=machine)
     tokens, rows = used("max_batch_tokens", machine=machine)[0], used("max_requests_per_batch", machine=machine)[0]
     explicit = ContinuousBatchingConfig(num_blocks=fits, max_batch_tokens=tokens, max_requests_per_batch=rows)
     assert blocks(explicit, machine=machine) == fits
@@ -149,10 +165,10 @@ def test_lowering_the_named_knobs_helps():
 
 
 def test_less_memory_means_fewer_blocks_and_a_larger_share_more():
-    half = dataclasses.replace(CPU, free_bytes=CPU.free_bytes // 2)
-    assert blocks(machine=half) < blocks()
-    assert blocks(ContinuousBatchingConfig(max_memory_percent=0.3)) == blocks(machine=half)
-    assert blocks(ContinuousBatchingConfig(max_memory_percent=0.9)) > blocks()
+    half = dataclasses.replace(GPU, free_bytes=GPU.free_bytes // 2)
+    assert blocks(machine=half) < blocks(machine=GPU)
+    assert blocks(ContinuousBatchingConfig(max_memory_percent=0.45), machine=GPU) == blocks(machine=half)
+    assert blocks(ContinuousBatchingConfig(max_memory_percent=0.95), machine=GPU) > blocks(machine=GPU)
 
 
 # Budgets.

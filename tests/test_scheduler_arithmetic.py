@@ -161,7 +161,7 @@ def test_a_block_of_four_tokens_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request", "num_groups"]
+    "field", ["num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request"]
 )
 def test_a_size_below_one_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} must be at least 1; got 0"):

@@ -7,7 +7,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from machines import DEPTHS, POLICIES, Loop, make_config, random_script
+from machines import DEPTHS, POLICIES, Loop, Windows, make_config, random_script
+
+# Layer groups: with a full one, of windows alone, shorter than a block, and two of the same window.
+WINDOWS = ((None, 6), (5,), (None, 2, 9), (8, 8))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -21,11 +24,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.sampled_from([1, 2, 4, 8]),
         margin=st.sampled_from([0.0, 0.15, 0.5, 1.0]),
         depth=st.sampled_from(DEPTHS),
+        windows=st.sampled_from([(None,), (None,), *WINDOWS]),
     )
-    def start(self, policy, num_blocks, block_size, max_batch_tokens, rows, margin, depth) -> None:
+    def start(self, policy, num_blocks, block_size, max_batch_tokens, rows, margin, depth, windows) -> None:
         config = make_config(
             policy=policy,
-            num_blocks=num_blocks,
+            windows=windows,
+            num_blocks=num_blocks * len(windows),
             block_size=block_size,
             max_batch_tokens=max_batch_tokens,
             max_requests_per_batch=rows,
@@ -94,6 +99,23 @@ def test_random_scripts_equal_solo_runs(depth: int) -> None:
     assert sum(len(loop.cancelled) for loop in loops) > 20
     assert sum(ended.reason == "stop" for loop in loops for ended in loop.ended.values()) > 20
     assert (sum(loop.num_drains for loop in loops) > 0) == (depth > 0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_random_scripts_with_windows_equal_solo_runs(windows: Windows, depth: int) -> None:
+    loops = [random_script(seed, depth, windows) for seed in range(30)]
+    left = sum(int((plan.table.block == loop.config.num_blocks).sum()) for loop in loops for plan in loop.plans)
+    assert left > 50
+    assert sum(loop.num_resets for loop in loops) > 3 or None not in windows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_many_random_scripts_with_windows_equal_solo_runs(windows: Windows, depth: int) -> None:
+    for seed in range(1000, 2000):
+        random_script(seed, depth, windows)
 
 
 @pytest.mark.slow

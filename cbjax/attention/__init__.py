@@ -5,6 +5,8 @@ from cbjax.attention.batch import prepare_batch as prepare_batch
 from cbjax.attention.contract import Attend as Attend
 from cbjax.attention.contract import LayerSpec as LayerSpec
 from cbjax.attention.dense import DenseAttend as DenseAttend
+from cbjax.attention.groups import LayerGroups as LayerGroups
+from cbjax.attention.groups import layer_groups as layer_groups
 from cbjax.attention.paged import PagedAttend as PagedAttend
 from cbjax.attention.recording import record_layers as record_layers
 from cbjax.attention.spec import KVSpec as KVSpec

@@ -8,25 +8,26 @@ import jax.extend.core
 
 from cbjax.attention.batch import PagedBatch
 from cbjax.attention.contract import layer_spec
+from cbjax.attention.groups import LayerGroups
 from cbjax.attention.xla import attend_batch
 
 
 class PagedAttend:
-    """`Attend` over a block-table KV store: each call updates one layer's array in `kv`.
+    """`Attend` over a block-table KV store: each call updates the array of `kv` that the layer lies in.
 
     It holds tracers, so it is valid only in the trace that made it, and each call checks that: under
     `jax.checkpoint`, `jax.lax.scan` or `jax.vmap` the new arrays would belong to the inner trace and leak.
     """
 
-    def __init__(self, kv: Sequence[jax.Array], batch: PagedBatch):
-        """kv: one array per layer, `KVSpec.shape`; batch: the step's index tables, from `prepare_batch`."""
+    def __init__(self, kv: Sequence[jax.Array], batches: Sequence[PagedBatch], groups: LayerGroups):
+        """kv: the store's arrays, `KVSpec.shape`; batches: of each group, from `prepare_batch` with its table."""
         self._kv = list(kv)
-        self._batch = batch
+        self._batches, self._groups = tuple(batches), groups
         self._trace = _current_trace()
 
     @property
     def kv(self) -> list[jax.Array]:
-        """The layers' arrays after the calls so far."""
+        """The store's arrays after the calls so far."""
         return list(self._kv)
 
     def __call__(
@@ -48,17 +49,25 @@ class PagedAttend:
                 "call it outside jax.checkpoint, jax.vmap and jax.lax.scan; in a scan over layers call "
                 "cbjax.attention.paged_attention, which takes and returns the KV array."
             )
-        if not 0 <= layer < len(self._kv):
+        places = self._groups.places
+        if not 0 <= layer < len(places):
+            raise ValueError(f"attend, layer {layer}: the KV store has {len(places)} layers, 0 to {len(places) - 1}.")
+        group, array = places[layer]
+        held = self._groups.windows[group]
+        if held is not None and (window is None or window > held):
             raise ValueError(
-                f"attend, layer {layer}: the KV store has {len(self._kv)} layers, 0 to {len(self._kv) - 1}."
+                f"attend, layer {layer}: the KV store keeps the last {held} tokens of this layer, as its recorded call "
+                f"asked. Got window {window}; a layer's window must not depend on the call."
             )
-        kv = self._kv[layer]
+        kv = self._kv[array]
         if (kv.shape[1], kv.shape[4]) != (spec.num_kv_heads, spec.head_dim):
             raise ValueError(
                 f"attend, layer {layer}: the KV store has {kv.shape[1]} kv heads of {kv.shape[4]}. "
                 f"Got {spec.num_kv_heads} of {spec.head_dim}."
             )
-        out, self._kv[layer] = _attend(q, k, v, kv, self._batch, sinks, scale=scale, window=window, soft_cap=soft_cap)
+        out, self._kv[array] = _attend(
+            q, k, v, kv, self._batches[group], sinks, scale=scale, window=window, soft_cap=soft_cap
+        )
         return out
 
 

@@ -6,26 +6,18 @@ Store array j holds layer j of every layer group, so a block id belongs to one g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 
-from cbjax.attention import KVSpec, LayerSpec
+from cbjax.attention import KVSpec, LayerGroups
 
 
 def store_specs(
-    layers: Sequence[LayerSpec], *, num_blocks: int, block_size: int, dtype: jax.typing.DTypeLike
+    groups: LayerGroups, *, num_blocks: int, block_size: int, dtype: jax.typing.DTypeLike
 ) -> tuple[KVSpec, ...]:
-    """One array per layer of the (one, full) group."""
+    """The store's arrays: as many as a group has layers."""
     return tuple(
-        KVSpec(
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            dtype=dtype,
-        )
-        for layer in layers
+        KVSpec(num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
+        for kv_heads, head_dim in groups.shapes
     )
 
 
@@ -33,12 +25,15 @@ class PagedAttentionCache:
     """Owns the store's arrays. `kv` is what the next step takes; the step's result is put back into it.
 
     Attributes:
+      groups: which layer lies in which array, under which group's table.
       specs: one `KVSpec` per array.
       kv: the arrays, each `spec.shape`.
     """
 
-    def __init__(self, specs: Sequence[KVSpec]) -> None:
-        self.specs = tuple(specs)
+    def __init__(self, groups: LayerGroups, *, num_blocks: int, block_size: int, dtype: jax.typing.DTypeLike) -> None:
+        """num_blocks and block_size in blocks and tokens; the arrays are zero."""
+        self.groups = groups
+        self.specs = store_specs(groups, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         self.kv: list[jax.Array] = [spec.zeros() for spec in self.specs]
 
     @property

@@ -57,39 +57,56 @@ class Checkpoint:
     source: str
 
 
-def load(source: str | Path, *, dtype: str = "float32", progress: bool = False) -> Checkpoint:
+def load(
+    source: str | Path,
+    *,
+    dtype: str = "float32",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    progress: bool = False,
+) -> Checkpoint:
     """Loads a checkpoint.
 
     Args:
-        source: "demo", a Hugging Face folder (config.json, safetensors), a .gguf file, or the "org/name" of
-            a Hugging Face repository, which is downloaded unless the local cache has it. An existing path
-            goes before a repository; a folder of yours named demo is "./demo".
+        source: "demo", a Hugging Face folder (config.json, safetensors), a .gguf file, or the "org/name" or
+            "org/name/file.gguf" of a Hugging Face repository, which is downloaded unless the hub's cache has
+            it. An existing path goes before a repository; a folder of yours named demo is "./demo".
         dtype: "float32" or "bfloat16".
+        revision: of a repository: a branch, tag or commit; None: "main".
+        token: for private and gated repositories; None: the saved one (`hf auth login`, HF_TOKEN), if any;
+            False: none.
         progress: show progress bars.
 
     Raises:
-        FileNotFoundError: no such file or folder, or a file of it is missing.
+        FileNotFoundError: no such file, folder, repository or revision, or a file of it is missing.
         ValueError: a damaged file, or a model that is not supported; the message says what is.
-        RuntimeError: a download failed.
+        PermissionError: a repository is gated, or the hub refuses the token.
+        ConnectionError: the hub cannot be reached, and its cache does not have the repository.
+        RuntimeError: the download of the demo model failed.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}. Got {dtype!r}.")
-    path = _locate(source, progress)
+    path = _locate(source, revision, token, progress)
     loader = _load_folder if path.is_dir() else _load_gguf
     return loader(path, str(source), _DTYPES[dtype], progress)
 
 
-def _locate(source: str | Path, progress: bool) -> Path:
+def _locate(source: str | Path, revision: str | None, token: str | bool | None, progress: bool) -> Path:
+    path = Path(source).expanduser()
+    is_local = source == "demo" or path.exists()
+    if is_local and revision is not None:
+        raise ValueError(
+            f"revision is of a repository on the hub, and {str(source)!r} is not one; got {revision!r}: leave it out."
+        )
     if source == "demo":
         return demo.fetch(progress=progress)
-    path = Path(source).expanduser()
-    if path.exists():
+    if is_local:
         return path
-    if isinstance(source, str) and hub.is_repo_id(source):
-        return hub.snapshot(source)
+    if isinstance(source, str) and (name := hub.parse(source, revision)):
+        return hub.fetch(name, token=token, progress=progress)
     raise FileNotFoundError(
-        f"{str(source)!r} is neither a file nor a folder, nor 'demo', nor the 'org/name' of a Hugging Face "
-        "repository. Check the path."
+        f"{str(source)!r} is neither a file nor a folder, nor 'demo', nor the 'org/name' or 'org/name/file.gguf' of "
+        "a Hugging Face repository. Check the path."
     )
 
 

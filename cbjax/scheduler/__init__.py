@@ -8,6 +8,11 @@ from cbjax.scheduler.blocks import internal_waste as internal_waste
 from cbjax.scheduler.blocks import may_admit as may_admit
 from cbjax.scheduler.blocks import padding_waste as padding_waste
 from cbjax.scheduler.check import check as check
+from cbjax.scheduler.groups import Window as Window
+from cbjax.scheduler.groups import first_column as first_column
+from cbjax.scheduler.groups import held_together as held_together
+from cbjax.scheduler.groups import most_columns as most_columns
+from cbjax.scheduler.groups import most_held as most_held
 from cbjax.scheduler.plan import Batch as Batch
 from cbjax.scheduler.plan import Ended as Ended
 from cbjax.scheduler.plan import SoftReset as SoftReset

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cbjax.scheduler.blocks import blocks_for
+from cbjax.scheduler.groups import first_column, most_held
 from cbjax.scheduler.state import Field, SchedulerState, known_tokens
 
 
@@ -23,7 +24,7 @@ def check(state: SchedulerState) -> None:
 
 def _check_conservation(state: SchedulerState) -> None:
     pool, num_blocks = state.pool, state.config.num_blocks
-    live = [record.table.ravel() for record in state.records if record is not None]
+    live = [record.table[record.table != num_blocks] for record in state.records if record is not None]
     ids = np.concatenate([pool.free[: pool.num_free], *live])
     assert len(ids) == num_blocks, f"{pool.num_free} free + {len(ids) - pool.num_free} live != {num_blocks} blocks"
     assert np.array_equal(np.sort(ids), np.arange(num_blocks)), "a block is free and live, or held twice"
@@ -45,6 +46,7 @@ def _check_row(state: SchedulerState, slot: int) -> None:
     assert row[Field.UID] == record.request.uid
     assert row[Field.HELD] == record.table.shape[1] <= state.config.max_blocks_per_request
     assert row[Field.HELD] == blocks_for(row[Field.COMPUTED], state.config.block_size), "blocks held in vain or lacking"
+    _check_windows(state, slot)
     assert len(record.history) == row[Field.PREFILL] >= row[Field.PROMPT] > 0
     assert row[Field.COMPUTED] <= row[Field.LENGTH] + max(0, in_flight - 1), "KV beyond what can be known"
     assert 0 <= in_flight <= state.num_in_flight, f"{in_flight} outputs in {state.num_in_flight} steps in flight"
@@ -52,3 +54,19 @@ def _check_row(state: SchedulerState, slot: int) -> None:
     tokens = known_tokens(state, slot)
     assert len(tokens) == row[Field.LENGTH], "history, chain and tail do not add up to the row's length"
     assert np.array_equal(tokens[: row[Field.PROMPT]], record.request.prompt)
+
+
+def _check_windows(state: SchedulerState, slot: int) -> None:
+    """Each group holds the blocks that the last step could read or write, and no other."""
+    config, rows, record = state.config, state.rows, state.records[slot]
+    assert record is not None
+    computed, swept, chunk = (int(rows[field, slot]) for field in (Field.COMPUTED, Field.SWEPT, Field.CHUNK))
+    assert 1 <= chunk <= config.max_batch_tokens, "the request fits the pool with no chunk"
+    for group, window in enumerate(config.windows):
+        first = first_column(swept, window, config.block_size)
+        is_left = record.table[group] == config.num_blocks
+        assert is_left[:first].all(), f"group {group} holds a block that has left its window"
+        assert not is_left[first:].any(), f"group {group} lacks a block that its window reaches"
+        most = most_held(record.request.num_cells, chunk, window, config.block_size)
+        assert len(is_left) - first <= most, f"group {group} holds {len(is_left) - first} blocks, at most {most}"
+        assert window is None or 0 <= computed - swept <= chunk, "blocks behind the window were not looked for"

@@ -6,6 +6,7 @@ arrays are written, and it writes none that a state can see.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ class Draft:
     Attributes:
       starved: (slot, blocks wanted) of active rows that got no block, in candidate order.
       chosen: slots of the step's rows, in order; `count` their tokens.
+      half_done: a prefill of this step leaves known tokens to compute, so nobody is admitted beside it.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -37,7 +39,9 @@ class Draft:
         self.starved: list[tuple[int, int]] = []
         self.chosen: list[np.ndarray] = []
         self.count: list[np.ndarray] = []
-        self._delta: list[tuple[int, int, np.ndarray]] = []  # slot, first column, i32[groups, new]
+        self.half_done = False
+        self._grown: list[tuple[int, int, np.ndarray]] = []  # slot, first column, i32[groups, new]
+        self._left: list[tuple[int, int, int, int]] = []  # slot, group, first column, end
 
     @property
     def is_empty(self) -> bool:
@@ -74,7 +78,21 @@ class Draft:
         table.setflags(write=False)
         self.records[slot] = record._replace(table=table)
         self.rows[Field.HELD, slot] = table.shape[1]
-        self._delta.append((slot, column, new))
+        self._grown.append((slot, column, new))
+
+    def leave(self, slot: int, groups: Sequence[int], first: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Takes columns ``[first[i], end[i])`` of `groups[i]` out of the slot's table; returns the ids they held."""
+        record = self.records[slot]
+        assert record is not None
+        table, ids = record.table.copy(), []
+        for group, start, stop in zip(groups, first.tolist(), end.tolist(), strict=True):
+            if start < stop:
+                ids.append(record.table[group, start:stop])
+                table[group, start:stop] = self.config.num_blocks
+                self._left.append((slot, group, start, stop))
+        table.setflags(write=False)
+        self.records[slot] = record._replace(table=table)
+        return np.concatenate(ids)
 
     def take_blocks(self, slot: int, wanted: int) -> bool:
         """Gives the slot `wanted` more blocks, or changes nothing."""
@@ -85,6 +103,17 @@ class Draft:
             self.pool, ids = taken
             self.grow(slot, ids)
         return True
+
+    def chunk(self, slot: int) -> int:
+        """Tokens of the next chunk of a slot's prefill."""
+        rows = self.rows
+        missing = rows[Field.PREFILL, slot] - rows[Field.COMPUTED, slot]
+        return min(int(missing), int(rows[Field.CHUNK, slot]), self.tokens_left)
+
+    def choose_chunk(self, slot: int, count: int) -> None:
+        """`choose` for one row of a prefill."""
+        self.half_done |= bool(self.rows[Field.COMPUTED, slot] + count < self.rows[Field.PREFILL, slot])
+        self.choose(np.array([slot]), np.array([count], np.int32))
 
     def choose(self, slots: np.ndarray, count: np.ndarray) -> None:
         """Rows of this step; their budgets are spent, their KV and outputs counted as scheduled."""
@@ -114,6 +143,7 @@ class Draft:
             (Field.DRAWN, len(waiting.outputs)),
             (Field.LIMIT, request.max_new_tokens),
             (Field.EVICTED, waiting.evicted),
+            (Field.CHUNK, self.config.chunk_limit(request.num_cells)),
         ):
             self.rows[field, slot] = value
         self._write_settings(slot, request.words, request.eos_token_ids)
@@ -138,10 +168,12 @@ class Draft:
         """Empties a slot; returns the block ids it held, now free."""
         record = self.records[slot]
         assert record is not None
-        ids = record.table.ravel()
+        ids = record.table[record.table < self.config.num_blocks]
         self.pool = self.pool.give_back(ids)
         self.records[slot] = None
         self.rows[:, slot] = 0
+        # The slot's next owner may write the same entries in this very plan, and no entry may be written twice.
+        self._left = [left for left in self._left if left[0] != slot]
         return ids
 
     def freeze(self, *, num_in_flight: int) -> SchedulerState:
@@ -193,15 +225,17 @@ class Draft:
         )
 
     def table_delta(self) -> TableDelta:
-        """Every block-table entry this draft has added."""
-        if not self._delta:
-            none = np.empty(0, np.int32)
-            return TableDelta(group=none, slot=none, column=none, block=none)
+        """Every block-table entry this draft has changed, once."""
+        if not (self._grown or self._left):
+            return TableDelta.empty()
         parts = []
-        for slot, first, ids in self._delta:
+        for slot, first, ids in self._grown:
             groups, new = ids.shape
             group, column = np.divmod(np.arange(groups * new, dtype=np.int32), new)
             parts.append((group, np.full(groups * new, slot, np.int32), column + first, ids.ravel()))
+        for slot, group, first, end in self._left:
+            same = [np.full(end - first, value, np.int32) for value in (group, slot, self.config.num_blocks)]
+            parts.append((same[0], same[1], np.arange(first, end, dtype=np.int32), same[2]))
         group, slot, column, block = (np.concatenate(part).astype(np.int32) for part in zip(*parts, strict=True))
         return TableDelta(group=group, slot=slot, column=column, block=block)
 

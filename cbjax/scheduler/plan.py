@@ -58,12 +58,21 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableDelta:
-    """Entries to write into the device's block table before the step: i32[entries] each."""
+    """Entries to write into the device's block table before the step: i32[entries] each, no entry twice.
+
+    `block` is `num_blocks` where a block has left its group's window.
+    """
 
     group: np.ndarray
     slot: np.ndarray
     column: np.ndarray
     block: np.ndarray
+
+    @classmethod
+    def empty(cls) -> TableDelta:
+        """No entries."""
+        none = np.empty(0, np.int32)
+        return cls(group=none, slot=none, column=none, block=none)
 
     def __len__(self) -> int:
         return len(self.block)
@@ -91,7 +100,7 @@ class StepPlan:
 
     Attributes:
       batch: the rows; none if nothing can run.
-      table: new block-table entries.
+      table: changed block-table entries.
       soft_resets: victims, in the order in which they were chosen.
       num_starved: active requests that got no block in this step.
       drain: nothing was decided, since pressure must be decided with every token known: finish the steps in

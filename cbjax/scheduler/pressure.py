@@ -2,8 +2,9 @@
 
 Called only when every active request is starved and no step is in flight. Victims are the newest starved, as many as
 the demand needs, never the last active one. A request that was evicted and has gained no token since is spared:
-`schedule` re-admits it only when all of its known tokens fit, and at most one prefill is ever half done, so the spared
-ones alone can never starve each other, and the number of evictions is bounded by the number of tokens generated.
+`schedule` re-admits it only when all of its known tokens fit, and at most one prefill is ever half done (nobody is
+admitted beside one), so the spared ones alone can never starve each other, and the number of evictions is bounded by
+the number of tokens generated.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ import numpy as np
 
 from cbjax.scheduler.blocks import blocks_for, may_admit
 from cbjax.scheduler.draft import Draft
-from cbjax.scheduler.plan import StepPlan
+from cbjax.scheduler.plan import StepPlan, TableDelta
 from cbjax.scheduler.pressure import relieve
+from cbjax.scheduler.sliding import release_behind_windows
 from cbjax.scheduler.state import Field, SchedulerState
 
 
@@ -24,17 +25,18 @@ def schedule(state: SchedulerState) -> tuple[StepPlan, SchedulerState]:
       is nothing to run until `update` or `add`; a plan with `drain` that the steps in flight have to be applied first.
     """
     draft = Draft(state)
+    release_behind_windows(draft)
     _fill(draft)
     resets = ()
     if draft.is_empty and draft.starved:
         if state.num_in_flight:
-            return StepPlan(batch=draft.batch(), table=draft.table_delta(), drain=True), state
+            return StepPlan(batch=draft.batch(), table=TableDelta.empty(), drain=True), state
         resets = relieve(draft)
         draft.starved.clear()
         _fill(draft)
         assert not draft.is_empty, "pressure was relieved and still nothing can run"
     if draft.is_empty:
-        return StepPlan(batch=draft.batch(), table=draft.table_delta()), state
+        return StepPlan(batch=draft.batch(), table=TableDelta.empty()), state
     batch = draft.batch()
     plan = StepPlan(batch=batch, table=draft.table_delta(), soft_resets=resets, num_starved=len(draft.starved))
     return plan, draft.freeze(num_in_flight=state.num_in_flight + 1)
@@ -70,11 +72,10 @@ def _take_prefills(draft: Draft) -> None:
     for slot in draft.prefilling():
         if not (draft.tokens_left and draft.rows_left):
             return
-        computed = int(draft.rows[Field.COMPUTED, slot])
-        count = min(int(draft.rows[Field.PREFILL, slot]) - computed, draft.tokens_left)
-        wanted = draft.blocks_wanted(slot, computed + count)
+        count = draft.chunk(slot)
+        wanted = draft.blocks_wanted(slot, int(draft.rows[Field.COMPUTED, slot]) + count)
         if draft.take_blocks(int(slot), wanted):
-            draft.choose(np.array([slot]), np.array([count], np.int32))
+            draft.choose_chunk(slot, count)
         else:
             draft.starved.append((int(slot), wanted))
 
@@ -82,14 +83,18 @@ def _take_prefills(draft: Draft) -> None:
 def _take_waiting(draft: Draft) -> None:
     """Admits from the head of the line; the first who cannot be admitted ends it, so nobody is overtaken."""
     config = draft.config
-    while draft.tokens_left and draft.rows_left and not draft.starved:
+    while draft.tokens_left and draft.rows_left and not (draft.starved or draft.half_done):
         waiting = draft.waiting.head()
         if waiting is None or draft.rows[Field.ACTIVE].all():
             return
-        count = min(waiting.num_tokens, draft.tokens_left)
+        chunk = config.chunk_limit(waiting.request.num_cells)
+        count = min(waiting.num_tokens, chunk, draft.tokens_left)
         # A request that was evicted comes back only when all its known tokens fit, so that it gains a token before
-        # it can be a victim again.
-        need = blocks_for(waiting.num_tokens if waiting.evicted else count, config.block_size) * config.num_groups
+        # it can be a victim again. No block of a first chunk has left a window when the chunk is computed.
+        if waiting.evicted:
+            need = config.most_held(waiting.num_tokens, chunk)
+        else:
+            need = blocks_for(count, config.block_size) * config.num_groups
         free = draft.pool.num_free
         margin = 0.0 if draft.is_empty else config.safety_margin
         if not may_admit(free=free, need=need, num_blocks=config.num_blocks, safety_margin=margin):
@@ -97,4 +102,4 @@ def _take_waiting(draft: Draft) -> None:
         slot = draft.admit(waiting)
         given = draft.take_blocks(slot, draft.blocks_wanted(slot, count))
         assert given
-        draft.choose(np.array([slot]), np.array([count], np.int32))
+        draft.choose_chunk(slot, count)

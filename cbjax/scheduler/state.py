@@ -7,6 +7,7 @@ only for rows that are admitted, end, or cross a block. The tokens of a row are 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cbjax.scheduler.blocks import MIN_BLOCK_SIZE, BlockPool, blocks_for
+from cbjax.scheduler.groups import Window, most_columns, most_held
 from cbjax.scheduler.policies import Scheduler
 from cbjax.scheduler.request import Request
 from cbjax.scheduler.waiting import Waiting, WaitingLine
@@ -30,10 +32,12 @@ class Field(IntEnum):
     PREFILL = 5  # tokens known at admission: the prompt and outputs from before a soft reset
     LENGTH = 6  # tokens known now
     COMPUTED = 7  # KV cells scheduled so far, those in flight included
-    HELD = 8  # blocks held, per layer group
+    HELD = 8  # table columns in use, in every layer group; in a full one as many blocks
     DRAWN = 9  # output tokens scheduled so far, those in flight included
     LIMIT = 10  # output tokens after which it ends with "length"
     EVICTED = 11  # 1 if it lost its blocks once and has gained no token since
+    CHUNK = 12  # tokens of one step, at most
+    SWEPT = 13  # COMPUTED when blocks that had left their windows were last released
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,7 @@ class SchedulerConfig:
       max_requests_per_batch: rows of one step, and slots.
       max_blocks_per_request: columns of the block table.
       safety_margin: fraction of the pool below which waiting requests are held back, in [0, 1].
-      num_groups: layer groups; each takes its own blocks from the one pool.
+      windows: of each layer group, in tokens, None for a full one; each takes its own blocks from the one pool.
       num_words: sampler words per request.
 
     Raises:
@@ -61,7 +65,7 @@ class SchedulerConfig:
     max_requests_per_batch: int
     max_blocks_per_request: int
     safety_margin: float
-    num_groups: int = 1
+    windows: tuple[Window, ...] = (None,)
     num_words: int = 1
 
     def __post_init__(self) -> None:
@@ -69,15 +73,39 @@ class SchedulerConfig:
             raise ValueError(f"block_size must be at least {MIN_BLOCK_SIZE} tokens; got {self.block_size}")
         if not 0.0 <= self.safety_margin <= 1.0:
             raise ValueError(f"safety_margin must be in [0, 1]; got {self.safety_margin}")
-        counts = ("num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request", "num_groups")
-        for name in counts:
+        for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if not self.windows or any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"windows has one entry per layer group, at least 1 token or None; got {self.windows}")
+
+    @property
+    def num_groups(self) -> int:
+        """Layer groups."""
+        return len(self.windows)
 
     @property
     def max_request_tokens(self) -> int:
         """KV cells the largest request can have: what the pool and the block table both hold."""
-        return min(self.num_blocks // self.num_groups, self.max_blocks_per_request) * self.block_size
+        columns = most_columns(
+            self.windows, num_blocks=self.num_blocks, block_size=self.block_size, limit=self.max_blocks_per_request
+        )
+        return columns * self.block_size
+
+    def most_held(self, num_cells: int, chunk: int) -> int:
+        """Blocks, over all groups, that a request of `num_cells` holds at most with steps of up to `chunk` tokens."""
+        return sum(most_held(num_cells, chunk, window, self.block_size) for window in self.windows)
+
+    def chunk_limit(self, num_cells: int) -> int:
+        """Tokens of one step with which a request of `num_cells` fits the pool, at most; 0 if it never fits.
+
+        A chunk's own cells have to be held at one time even where a window is shorter, so a pool smaller than the token
+        budget serves long requests in smaller chunks.
+        """
+        whole = self.max_batch_tokens
+        if self.most_held(num_cells, whole) <= self.num_blocks:
+            return whole
+        return bisect_right(range(1, whole), self.num_blocks, key=lambda chunk: self.most_held(num_cells, chunk))
 
 
 class Chain(NamedTuple):
@@ -93,7 +121,7 @@ class Record(NamedTuple):
     request: Request
     history: np.ndarray  # i32[PREFILL], read-only
     chain: Chain | None
-    table: np.ndarray  # i32[groups, HELD], read-only
+    table: np.ndarray  # i32[groups, HELD], read-only; `num_blocks` where the block has left the group's window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -183,8 +211,13 @@ def add(state: SchedulerState, request: Request) -> SchedulerState:
         raise ValueError(
             f"a request must fit the KV pool: {len(request.prompt)} prompt tokens and {request.max_new_tokens} new "
             f"ones need {request.num_cells} cells ({blocks_for(request.num_cells, config.block_size)} blocks of "
-            f"{config.block_size}), and one request can hold {config.max_request_tokens} "
+            f"{config.block_size}{_in_groups(config)}), and one request can hold {config.max_request_tokens} "
             f"(num_blocks={config.num_blocks}, max_blocks_per_request={config.max_blocks_per_request}); "
             "raise these or lower max_new_tokens"
         )
     return replace(state, waiting=state.waiting.push(Waiting(request=request, outputs=np.empty(0, np.int32))))
+
+
+def _in_groups(config: SchedulerConfig) -> str:
+    """What a refusal has to add where blocks are not simply tokens over block size."""
+    return "" if config.windows == (None,) else f" in each of the layer groups with windows {config.windows}"

@@ -1,17 +1,21 @@
 """A device made of NumPy whose "model" is a hash of everything it was shown.
 
-A KV cell holds the token and position it belongs to; attention reads every cell of the context through the device's
-block table and checks its position; the next token is a hash of all ids seen, the sampler words and the output index.
-A request's output therefore changes if any block, slot, chunk, copy or reset of the scheduler or the engine is wrong.
+A KV cell holds a token, its position, and a hash of the history up to and with it, which is made from the hash of the
+cell before. In every layer group, attention reads through the device's block table all cells that the group's window
+reaches, checks their positions and that each hash follows from the one before it, and that what has left the window is
+named by the sentinel's block. The next token is a hash of the history, the sampler words and the output index. So any
+block, slot, chunk, copy, release or reset of the scheduler or the engine that is wrong is caught or changes an output.
 It takes the same descriptors and table entries as the jitted step and runs them in the same order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from cbjax.descriptor import BatchDescriptor, Bucket
-from cbjax.scheduler import NUM_RESERVED_BLOCKS, StepOutputs, TableDelta
+from cbjax.scheduler import NUM_RESERVED_BLOCKS, StepOutputs, TableDelta, Window, first_column
 
 _MULTIPLIER = 6364136223846793005
 _INCREMENT = 1442695040888963407
@@ -19,33 +23,56 @@ _INCREMENT = 1442695040888963407
 
 def next_token(tokens: np.ndarray, words: np.ndarray, output_index: int, vocab_size: int) -> int:
     """The token that follows `tokens` (i32[n]) for these sampler words, in ``[0, vocab_size)``."""
-    value = (output_index * _MULTIPLIER + _INCREMENT) % 2**64
-    for word in (*words.tolist(), *tokens.tolist()):
-        value = ((value ^ (word + 1)) * _MULTIPLIER + _INCREMENT) % 2**64
-    return (value >> 33) % vocab_size
+    return _draw(_hashes(_INCREMENT, tokens)[-1], words, output_index, vocab_size)
+
+
+def _hashes(before: int, values: np.ndarray) -> list[int]:
+    """The hash `before`, and after each of `values`."""
+    hashes = [before]
+    for value in values.tolist():
+        hashes.append(((hashes[-1] ^ (value + 1)) * _MULTIPLIER + _INCREMENT) % 2**64)
+    return hashes
+
+
+def _draw(history: int, words: np.ndarray, output_index: int, vocab_size: int) -> int:
+    last = _hashes(history, np.append(words.astype(np.int64), output_index))[-1]
+    return (last >> 33) % vocab_size
 
 
 class HistoryHashDevice:
     """See the module's docstring.
 
     Attributes:
+      windows: of each layer group; at least 2 tokens, since nothing flows through a window of one.
       cells: i32[2, (num_blocks + 2) * block_size], token and position of each KV cell; -1 where nothing was written.
-      table: i32[slots + 1, max_blocks], as on a real device.
+      history: u64[(num_blocks + 2) * block_size], hash of the tokens up to and with each cell's.
+      table: i32[groups, slots + 1, max_blocks], as on a real device.
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, num_slots: int, max_blocks: int, vocab_size: int = 997
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        max_blocks: int,
+        vocab_size: int = 997,
+        windows: Sequence[Window] = (None,),
     ) -> None:
-        self.block_size, self.num_slots, self.vocab_size = block_size, num_slots, vocab_size
-        self.write_trash = (num_blocks + 1) * block_size
-        self.cells = np.full((2, (num_blocks + NUM_RESERVED_BLOCKS) * block_size), -1, np.int32)
-        self.table = np.full((num_slots + 1, max_blocks), num_blocks, np.int32)
+        self.block_size, self.num_blocks, self.num_slots = block_size, num_blocks, num_slots
+        self.vocab_size, self.windows = vocab_size, tuple(windows)
+        assert all(window is None or window >= 2 for window in self.windows)
+        num_cells = (num_blocks + NUM_RESERVED_BLOCKS) * block_size
+        self.cells = np.full((2, num_cells), -1, np.int32)
+        self.history = np.zeros(num_cells, np.uint64)
+        self.table = np.full((len(self.windows), num_slots + 1, max_blocks), num_blocks, np.int32)
         self.last_token = np.zeros(num_slots + 1, np.int32)
 
     def update_table(self, delta: TableDelta) -> None:
         """Writes block-table entries."""
-        assert not delta.group.any(), "the history-hash device has one layer group"
-        self.table[delta.slot, delta.column] = delta.block
+        entries = set(zip(delta.group.tolist(), delta.slot.tolist(), delta.column.tolist(), strict=True))
+        assert len(entries) == len(delta), "a table entry is written twice, in no particular order"
+        self.table[delta.group, delta.slot, delta.column] = delta.block
 
     def forward(self, batch: BatchDescriptor, bucket: Bucket) -> StepOutputs:
         """Writes the step's cells, reads every context, answers for all rows of the bucket."""
@@ -53,14 +80,14 @@ class HistoryHashDevice:
         count = np.diff(batch.q_start)
         tokens = batch.tokens.copy()
         tokens[batch.q_start[:-1][batch.carried]] = self.last_token[batch.slot[batch.carried]]
+        # As on a real device, every group has written when the first row reads.
         for r in range(rows):
             positions = np.arange(batch.context_len[r] - count[r], batch.context_len[r])
-            where = self._where(int(batch.slot[r]), positions)
-            self.cells[0, where] = tokens[batch.q_start[r] : batch.q_start[r + 1]]
-            self.cells[1, where] = positions
+            for group in range(len(self.windows)):
+                self._write(group, int(batch.slot[r]), positions, tokens[batch.q_start[r] : batch.q_start[r + 1]])
         answers = np.zeros(len(batch.slot), np.int32)
         for r in range(rows):
-            answers[r] = self._answer(batch, r)
+            answers[r] = self._answer(batch, r, int(count[r]))
         self.last_token[np.where(batch.emits, batch.slot, self.num_slots)] = answers
         rows_of_bucket = len(batch.slot)
         return StepOutputs(
@@ -70,14 +97,40 @@ class HistoryHashDevice:
     def recover(self) -> None:
         """Nothing is ever lost here."""
 
-    def _where(self, slot: int, positions: np.ndarray) -> np.ndarray:
-        return self.table[slot, positions // self.block_size] * self.block_size + positions % self.block_size
+    def _where(self, group: int, slot: int, positions: np.ndarray) -> np.ndarray:
+        block = self.table[group, slot, positions // self.block_size]
+        return block * self.block_size + positions % self.block_size
 
-    def _answer(self, batch: BatchDescriptor, r: int) -> int:
-        positions = np.arange(batch.context_len[r])
-        seen, where = self.cells[:, self._where(int(batch.slot[r]), positions)]
-        assert np.array_equal(where, positions), f"row {r} of uid {batch.uid[r]} reads cells that are not its own"
-        return next_token(seen, batch.words[:, r], int(batch.output_index[r]), self.vocab_size)
+    def _write(self, group: int, slot: int, positions: np.ndarray, tokens: np.ndarray) -> None:
+        where = self._where(group, slot, positions)
+        assert (where < self.num_blocks * self.block_size).all(), "a token is written to a block that nobody can hold"
+        before = int(self.history[self._where(group, slot, positions[:1] - 1)[0]]) if positions[0] else _INCREMENT
+        self.cells[0, where], self.cells[1, where] = tokens, positions
+        self.history[where] = np.array(_hashes(before, tokens)[1:], np.uint64)
+
+    def _answer(self, batch: BatchDescriptor, r: int, count: int) -> int:
+        context = int(batch.context_len[r])
+        histories = [self._read(group, batch, r, context - count, context) for group in range(len(self.windows))]
+        assert len(set(histories)) == 1, f"the layer groups of uid {batch.uid[r]} do not hold the same tokens"
+        return _draw(histories[0], batch.words[:, r], int(batch.output_index[r]), self.vocab_size)
+
+    def _read(self, group: int, batch: BatchDescriptor, r: int, first: int, context: int) -> int:
+        """Checks all that new tokens from position `first` on see; returns the hash of the row's history."""
+        window, slot = self.windows[group], int(batch.slot[r])
+        left = first_column(first, window, self.block_size)
+        assert (self.table[group, slot, :left] == self.num_blocks).all(), "a block has left the window and is named"
+        low = 0 if window is None else max(0, first - window + 1)
+        where = self._where(group, slot, np.arange(low, context))
+        tokens, positions = self.cells[:, where]
+        who = f"group {group}, row {r} of uid {batch.uid[r]}"
+        assert np.array_equal(positions, np.arange(low, context)), f"{who} reads cells that are not its own"
+        history = self.history[where]
+        if low == 0:
+            history = np.append(np.uint64(_INCREMENT), history)
+        new = tokens[len(tokens) - len(history) + 1 :].astype(np.uint64) + np.uint64(1)
+        chained = (history[:-1] ^ new) * np.uint64(_MULTIPLIER) + np.uint64(_INCREMENT)
+        assert np.array_equal(chained, history[1:]), f"{who} reads cells of another history"
+        return int(history[-1])
 
 
 def solo_run(

@@ -1,0 +1,115 @@
+"""Generated tokens per second of cbjax, of transformers' continuous batching and of padded `generate`, on the CPU.
+
+All three run the same weights and the same prompts, 16 to 127 random ids each, and generate 64 tokens for each,
+greedily, whatever EOS is. They take turns in every repetition; each keeps its process, and idles while another runs.
+A call is timed from its start to its return. Its first run at a size is not counted: cbjax compiles in it. Prefix
+sharing is off, since prompts repeat.
+
+The peer needs an environment of its own: `--setup-peer DIR` makes one there with pip (torch 2.13.0, transformers
+5.24.0), `--peer-python PATH` names one that exists, `--only cbjax` does without.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.peer import Run, set_up
+from benchmarks.sides import BATCHED, OURS, Job, Side, sides
+from benchmarks.workload import prompts
+
+SHORTEST, LONGEST = 16, 127
+# What cbjax has to reach, as a multiple of transformers' continuous batching, by dtype and requests.
+AT_LEAST = {("float32", 16): 4.0, ("float32", 64): 4.0, ("bfloat16", 16): 2.5, ("bfloat16", 64): 3.0}
+
+
+def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """Share of requests whose tokens are all equal."""
+    return sum(list(a) == list(b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def measure(made: dict[str, Side], dtype: str, count: int, new_tokens: int, repeats: int) -> dict[str, report.Figure]:
+    """Figures of one dtype and number of requests."""
+    label = f"{dtype}, {count} requests"
+    runs: dict[str, list[Run]] = {name: [] for name in made}
+    for _ in range(repeats + 1):
+        for name, side in made.items():
+            runs[name].append(side.run(count, new_tokens))
+    rates = {name: [run.tokens_per_second for run in own[1:]] for name, own in runs.items()}
+    figures = {f"{label}, {name}": report.spread(own, "tokens/s") for name, own in rates.items()}
+    for name in made:
+        if name != OURS:
+            ratios = [a / b for a, b in zip(rates[OURS], rates[name], strict=True)]
+            figures[f"{label}, cbjax against {name}"] = report.spread(ratios, "ratio")
+            same = agreement(runs[OURS][-1].tokens, runs[name][-1].tokens)
+            figures[f"{label}, requests equal to {name}"] = report.spread([same], "ratio")
+    return figures
+
+
+def limits_of(figures: dict[str, report.Figure]) -> dict[str, dict]:
+    """The limits that apply to what was measured."""
+    names = {f"{dtype}, {n} requests, cbjax against {BATCHED}": bound for (dtype, n), bound in AT_LEAST.items()}
+    return {name: report.limit(figures[name], bound, at_least=True) for name, bound in names.items() if name in figures}
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    options = report.parser("vs_transformers", __doc__)
+    report.add_model_options(options)
+    peer = options.add_mutually_exclusive_group(required=True)
+    peer.add_argument("--peer-python", type=Path, metavar="PATH", help="Python of the peer's environment")
+    peer.add_argument("--setup-peer", type=Path, metavar="DIR", help="make the peer's environment there, and use it")
+    peer.add_argument("--only", choices=["cbjax"], help="without a peer")
+    options.add_argument("--requests", type=int, nargs="+", default=[16, 64], help="batch sizes (default 16 64)")
+    options.add_argument("--new-tokens", type=int, default=64, help="of a request (default 64)")
+    options.add_argument("--repeats", type=int, default=3, help="counted runs of each side (default 3)")
+    options.add_argument("--threads", type=int, default=2, help="cores for each side (default 2)")
+    options.add_argument("--block-size", type=int, default=32, help="tokens of a KV block (default 32)")
+    options.add_argument("--max-batch-tokens", type=int, default=512, help="token budget of a step (default 512)")
+    args = options.parse_args(argv)
+    if args.quick:
+        args.requests, args.new_tokens, args.repeats = [2], 8, 1
+    return args
+
+
+def run(args: Namespace, scratch: Path) -> tuple[dict[str, report.Figure], dict[str, str]]:
+    """Everything that was asked for; figures, and versions of the peer's libraries."""
+    from benchmarks.hf_folder import folder_of
+    from cbjax.checkpoints import load
+
+    folder = folder_of(args.model, scratch / "model")
+    vocab_size = load(folder).config.vocab_size
+    peer_python = set_up(args.setup_peer) if args.setup_peer else args.peer_python
+    per_request = -(-(LONGEST + args.new_tokens) // args.block_size)
+    figures: dict[str, report.Figure] = {}
+    peer_versions: dict[str, str] = {}
+    for dtype in args.dtype:
+        job = Job(
+            model=str(folder),
+            dtype=dtype,
+            threads=args.threads,
+            prompts=prompts(max(args.requests), vocab_size, shortest=SHORTEST, longest=LONGEST),
+            block_size=args.block_size,
+            max_batch_tokens=args.max_batch_tokens,
+            num_blocks=per_request * max(args.requests),
+        )
+        with sides(job, peer_python, scratch) as (made, versions):
+            peer_versions |= versions
+            for count in args.requests:
+                figures |= measure(made, dtype, count, args.new_tokens, args.repeats)
+    return figures, peer_versions
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse(argv)
+    with report.threads(args.threads), tempfile.TemporaryDirectory() as scratch:
+        figures, versions = run(args, Path(scratch))
+        report.finish("vs_transformers", argv, args, figures, limits=limits_of(figures), peer_versions=versions)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What one step was, for those who want to look: values that stay valid, since plans and states are never written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cbjax.descriptor import Bucket
+from cbjax.scheduler import SchedulerState, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRecord:
+    """A step as it was dispatched.
+
+    Attributes:
+      plan: who computed what, who lost its blocks for it.
+      bucket: the program that ran it.
+      state: the scheduler's, with the plan's blocks taken.
+      request_ids: by uid, of every request alive.
+      dispatched: seconds, on the clock of `time.perf_counter`.
+    """
+
+    plan: StepPlan
+    bucket: Bucket
+    state: SchedulerState
+    request_ids: Mapping[int, str]
+    dispatched: float
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens computed that were known before: prompts, and what a soft reset made to be computed again."""
+        batch = self.plan.batch
+        return int(batch.count[~batch.carried].sum())
+
+    @property
+    def decode_tokens(self) -> int:
+        """Rows that computed the one token they drew last."""
+        return int(self.plan.batch.carried.sum())
+
+    @property
+    def rectangle(self) -> int:
+        """Token slots of a padded batch of these rows: as many rows, each as long as the longest."""
+        return self.plan.batch.num_rows * int(self.plan.batch.count.max(initial=0))
+
+    def block_tables(self) -> dict[str, np.ndarray]:
+        """i32[blocks] for each running request, in order of its positions; of all layer groups, one after another."""
+        tables = {}
+        for record in filter(None, self.state.records):
+            blocks = record.table.ravel()
+            # Beyond the pool lies the id that stands for a block which a sliding window has left.
+            tables[self.request_ids[record.request.uid]] = blocks[blocks < self.state.config.num_blocks]
+        return tables
+
+
+type Observer = Callable[[StepRecord], object]

@@ -1,0 +1,240 @@
+"""Every benchmark runs with tiny settings and writes the one JSON form; the peer's protocol, with a fake peer."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import first_token, peer, pool_size, report, sampling, scheduler, sides, vs_transformers
+from benchmarks.hf_folder import write_folder
+from benchmarks.peer import Peer, PeerError
+from benchmarks.workload import prompts
+from cbjax.checkpoints import load
+from cbjax.models import DecoderConfig, abstract_params
+from cbjax.testing import tiny_llama
+
+ROOT = Path(__file__).parent.parent
+FIELDS = {"benchmark", "command", "machine", "versions", "settings", "figures", "limits"}
+SPREAD = {"unit", "median", "min", "max", "p99", "count", "values"}
+TINY = ("--quick", "--dtype", "float32")
+BUDGET = ("--max-batch-tokens", 64)  # one mixed bucket, so few programs
+FAKE_PEER = """
+import json, sys
+mode, job = sys.argv[1], json.load(open(sys.argv[2]))
+print(json.dumps({"versions": {"torch": "0", "transformers": "0"}}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    tokens = [[len(prompt)] * asked["new_tokens"] for prompt in job["prompts"][: asked["count"]]]
+    print(json.dumps({"seconds": 2.0, "tokens": tokens}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny random model as a Hugging Face folder."""
+    lm, folder = tiny_llama(num_layers=1), tmp_path_factory.mktemp("model")
+    assert lm.config is not None
+    write_folder(folder, lm.config, lm.params)
+    return folder
+
+
+@pytest.fixture
+def fake_peer(tmp_path, monkeypatch):
+    """Replaces the peer's script by this source."""
+
+    def replace(source=FAKE_PEER):
+        script = tmp_path / "fake_peer.py"
+        script.write_text(source)
+        monkeypatch.setattr(peer, "SCRIPT", script)
+
+    return replace
+
+
+@pytest.fixture
+def measured(tmp_path, capsys):
+    """Runs a benchmark's main, and returns its JSON after a look at its form."""
+
+    def run(main, *argv):
+        file = tmp_path / "figures.json"
+        main([*map(str, argv), "--json", str(file)])
+        document = json.loads(file.read_text())
+        assert document.keys() == FIELDS
+        assert {"device", "processor", "cores"} == document["machine"].keys()
+        assert {"python", "jax", "cbjax"} <= document["versions"].keys()
+        assert document["figures"]
+        for figure in document["figures"].values():
+            assert figure.keys() == SPREAD
+            assert figure["min"] <= figure["median"] <= figure["p99"] <= figure["max"]
+        assert document["limits"].keys() <= document["figures"].keys()
+        out = capsys.readouterr().out
+        assert document["command"] in out
+        for name in (*document["figures"], *document["versions"]):
+            assert name in out
+        return document
+
+    return run
+
+
+def test_the_scheduler_benchmark_writes_the_form(measured):
+    document = measured(scheduler.main, "--quick", "--running", 8, "--waiting", 0, 50)
+    assert document["benchmark"] == "scheduler"
+    for waiting in (0, 50):
+        figures = {part: document["figures"][f"8 running, {waiting} waiting, {part}"] for part in scheduler.PARTS}
+        assert {figure["count"] for figure in figures.values()} == {100}
+    assert document["figures"]["8 running, 50 waiting, total"]["values"] == []
+    assert "8 running, most against fewest waiting" in document["limits"]
+
+
+def test_the_simulated_scheduler_keeps_as_many_running_and_waiting_as_asked():
+    simulation = scheduler.Simulation(running=16, waiting=40)
+    for _ in range(60):
+        simulation.run(10)
+        assert simulation.state.num_active + len(simulation.state.waiting) == 56
+        assert simulation.state.num_active >= 14
+    assert simulation.state.num_admissions > 30
+
+
+def test_the_pool_size_benchmark_writes_the_form(measured, model):
+    document = measured(pool_size.main, *TINY, "--model", model, "--rows", 4, "--blocks", 32, 64)
+    assert document["settings"]["blocks"] == [32, 64]
+    for kind in ("decode", "mixed"):
+        assert f"float32, 4 rows, {kind}, 64 blocks" in document["figures"]
+        assert f"float32, 4 rows, {kind}, large against small" in document["limits"]
+    assert document["figures"]["float32, 4 rows, decode, 32 blocks"]["count"] == pool_size.NEW_TOKENS - 1
+
+
+def test_the_sampling_benchmark_writes_the_form(measured, model):
+    document = measured(sampling.main, *TINY, *BUDGET, "--model", model, "--requests", 2)
+    assert document["figures"]["float32, greedy step of 2 rows"]["unit"] == "ms"
+    assert document["limits"].keys() == {
+        "float32, sampling's share of a step",
+        "float32, sampled against greedy tokens",
+    }
+
+
+def test_vs_transformers_without_a_peer_measures_cbjax(measured, model):
+    document = measured(vs_transformers.main, *TINY, *BUDGET, "--only", "cbjax", "--model", model)
+    assert document["figures"].keys() == {"float32, 2 requests, cbjax"}
+
+
+def test_vs_transformers_takes_turns_with_both_peers(measured, model, fake_peer):
+    fake_peer()
+    document = measured(vs_transformers.main, *TINY, *BUDGET, "--peer-python", sys.executable, "--model", model)
+    figures = document["figures"]
+    for name in (sides.BATCHED, sides.PADDED):
+        assert figures[f"float32, 2 requests, {name}"]["values"] == [2 * 8 / 2.0]
+        assert figures[f"float32, 2 requests, requests equal to {name}"]["median"] == 0
+        assert figures[f"float32, 2 requests, cbjax against {name}"]["median"] > 0
+    assert document["versions"]["transformers"] == "0"
+
+
+def test_a_limit_of_vs_transformers_is_one_of_its_figures():
+    figures = {f"float32, 64 requests, cbjax against {sides.BATCHED}": report.spread([3.0, 4.5, 5.0], "ratio")}
+    (limit,) = vs_transformers.limits_of(figures).values()
+    assert limit == {"rule": "at least", "bound": 4.0, "holds": True}
+
+
+def test_vs_transformers_wants_to_know_its_peer(capsys):
+    with pytest.raises(SystemExit):
+        vs_transformers.main(["--quick"])
+    assert "--setup-peer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import sys; sys.exit('no torch here')", r"exit code 1; it said: no torch here"),
+        (FAKE_PEER.replace('asked["new_tokens"] for', "2 for"), r"generated \[2, 2\] tokens for 2 x 3"),
+        (FAKE_PEER.replace("asked = json.loads(line)", "sys.exit(5)"), r"exit code 5"),
+    ],
+)
+def test_a_peer_that_fails_is_an_error_that_quotes_it(tmp_path, fake_peer, source, message):
+    fake_peer(source)
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"prompts": [[1], [2]]}))
+    with pytest.raises(PeerError, match=message):
+        Peer(Path(sys.executable), "generate", job).run(2, 3)
+
+
+def test_setting_up_the_peer_makes_an_environment_once_and_installs_its_libraries(tmp_path, monkeypatch):
+    commands, made = [], []
+
+    def create(folder, with_pip):
+        made.append(with_pip)
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "python").touch()
+
+    monkeypatch.setattr(peer.venv, "create", create)
+    monkeypatch.setattr(peer.subprocess, "run", lambda command, **_: commands.append(command))
+    for _ in range(2):
+        assert peer.set_up(tmp_path / "env") == tmp_path / "env" / "bin" / "python"
+    assert made == [True]
+    assert commands[0][-2:] == ["torch==2.13.0", "transformers==5.24.0"]
+
+
+def test_the_peer_script_imports_nothing_of_ours():
+    roots = re.findall(r"^\s*(?:import|from) (\w+)", peer.SCRIPT.read_text(), re.MULTILINE)
+    assert {"torch", "transformers"} == set(roots) - sys.stdlib_module_names
+
+
+def test_a_written_folder_loads_as_the_same_model(model):
+    lm, again = tiny_llama(num_layers=1), load(model)
+    assert again.config == lm.config
+    assert again.eos_token_ids == ()
+    assert jax.tree.structure(again.params) == jax.tree.structure(lm.params)
+    for old, new in zip(jax.tree.leaves(lm.params), jax.tree.leaves(again.params), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_a_model_that_is_no_plain_llama_is_not_written_as_one(tmp_path):
+    config = DecoderConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
+        max_positions=8, qkv_bias=True,
+    )  # fmt: skip
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_params(config))
+    with pytest.raises(ValueError, match="only a plain Llama"):
+        write_folder(tmp_path, config, params)
+
+
+def test_fewer_prompts_are_the_first_of_more():
+    some, more = prompts(16, 1000), prompts(64, 1000)
+    assert more[:16] == some
+    lengths = [len(prompt) for prompt in more]
+    assert min(lengths) >= 16
+    assert max(lengths) <= 127
+    assert len(set(lengths)) > 20
+
+
+def test_agreement_is_the_share_of_requests_that_are_equal_throughout():
+    assert vs_transformers.agreement([[1, 2], [3, 4], [5], [6]], [[1, 2], [3, 5], [5], [6]]) == 0.75
+
+
+def test_a_spread_has_the_nearest_rank_percentile_and_keeps_few_values():
+    assert report.spread([3.0, 1.0, 2.0], "s") == {
+        "unit": "s", "median": 2.0, "min": 1.0, "max": 3.0, "p99": 3.0, "count": 3, "values": [3.0, 1.0, 2.0],
+    }  # fmt: skip
+    many = report.spread([float(i) for i in range(1, 201)], "s")
+    assert (many["p99"], many["values"]) == (198.0, [])
+
+
+def test_more_threads_than_cores_are_refused():
+    with pytest.raises(ValueError, match="--threads asks for 100000 cores"), report.threads(100_000):
+        pass
+
+
+def test_first_token_times_a_process_and_says_what_failed(tmp_path):
+    with pytest.raises(RuntimeError, match=r"generate --model .*nowhere.* exited with"):
+        first_token.first_text(str(tmp_path), str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("name", ["first_token", "pool_size", "sampling", "scheduler", "vs_transformers"])
+def test_a_benchmark_is_a_module_to_run(name):
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert f"python -m benchmarks.{name}" in run.stdout
+    assert "--json" in run.stdout
