@@ -126,9 +126,13 @@ def test_B40_an_interrupt_while_waiting_leaves_the_manager_as_it_was(lm, manager
     lm.device.wait()
     # Time enough to be waiting; wherever it strikes inside the block, it is caught there.
     interrupter = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
+
+    def wait():
         interrupter.start()
         manager.get_result("x", timeout=SECONDS)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     interrupter.join()
     manager.add_request(B, "y")
     lm.device.free()
