@@ -68,7 +68,7 @@ def assert_same(outputs, solo):
         np.testing.assert_allclose(output.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
-def fails_alone(lm, solo, bad, *messages, config=None, generation=GREEDY):
+def check_fails_alone(lm, solo, bad, *messages, config=None, generation=GREEDY):
     """Runs `bad` among good prompts: it alone fails, for the reason in `messages`; returns its output."""
     configs = [GREEDY, generation, GREEDY, GREEDY, GREEDY]
     prompts = [PROMPTS[0], bad, *PROMPTS[1:]]
@@ -89,7 +89,7 @@ def fails_alone(lm, solo, bad, *messages, config=None, generation=GREEDY):
 
 @pytest.mark.parametrize("empty", [[], (), np.array([], np.int32), np.array([])], ids=["list", "tuple", "int", "float"])
 def test_b29_an_empty_prompt_fails_alone(lm, solo, empty):
-    refused = fails_alone(lm, solo, empty, "at least one token", "BOS")
+    refused = check_fails_alone(lm, solo, empty, "at least one token", "BOS")
     assert refused.prompt_ids == []
 
 
@@ -101,12 +101,12 @@ def test_b29_empty_text_is_the_bos_token_where_the_tokenizer_adds_one(texted):
 
 def test_b29_empty_text_without_bos_fails_alone(texted, solo, monkeypatch):
     monkeypatch.setattr(texted.tokenizer, "encode", lambda text: list(text.encode()))
-    fails_alone(texted, solo, "", "at least one token")
+    check_fails_alone(texted, solo, "", "at least one token")
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, VOCAB + 1, 191222, 2**31])
 def test_b28_an_id_outside_the_vocabulary_fails_alone(lm, solo, bad):
-    fails_alone(lm, solo, [3, bad, 4], str(VOCAB), str(bad))
+    check_fails_alone(lm, solo, [3, bad, 4], str(VOCAB), str(bad))
 
 
 @pytest.mark.parametrize(
@@ -136,14 +136,14 @@ def test_b28_an_id_outside_the_vocabulary_fails_alone(lm, solo, bad):
     ids=repr,
 )
 def test_b28_what_is_no_prompt_fails_alone(lm, solo, bad):
-    refused = fails_alone(lm, solo, bad)
+    refused = check_fails_alone(lm, solo, bad)
     assert "prompt" in refused.error
     json.dumps(refused.prompt_ids)
 
 
 @pytest.mark.parametrize("bad", ["text", [{"role": "user", "content": "hi"}]])
 def test_text_without_a_tokenizer_fails_alone(lm, solo, bad):
-    fails_alone(lm, solo, bad, "no tokenizer", "token ids")
+    check_fails_alone(lm, solo, bad, "no tokenizer", "token ids")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_text_without_a_tokenizer_fails_alone(lm, solo, bad):
     ],
 )
 def test_text_that_the_tokenizer_refuses_fails_alone(texted, solo, bad, why):
-    refused = fails_alone(texted, solo, bad, why)
+    refused = check_fails_alone(texted, solo, bad, why)
     assert refused.prompt_ids == []
 
 
@@ -166,9 +166,9 @@ def test_text_that_the_tokenizer_refuses_fails_alone(texted, solo, bad, why):
 def test_b10_what_can_never_fit_is_refused_with_both_numbers_and_the_others_run(lm, solo):
     long = variant(lm, max_positions=1024)
     numbers = ("300 prompt tokens", "5 new ones", "304 cells", "76 blocks of 4", "hold 256", "num_blocks=64")
-    fails_alone(long, solo, [3] * 300, *numbers)
+    check_fails_alone(long, solo, [3] * 300, *numbers)
     # This one would outgrow the pool with nobody to evict, so it is refused as well; one cell less fits.
-    fails_alone(long, solo, [3] * 253, "257 cells")
+    check_fails_alone(long, solo, [3] * 253, "257 cells")
     endless = GenerationConfig(max_new_tokens=None, eos_token_id=-1)
     fits, to_the_end = long.generate_batch([[3] * 252] * 2, [GREEDY, endless], batching()).values()
     assert (len(fits.generated_tokens), fits.finish_reason) == (5, "length")
@@ -258,7 +258,7 @@ def test_b32_eos_can_be_ignored(lm, solo):
 @pytest.mark.parametrize("bad", [VOCAB, 191222, [3, VOCAB]])
 def test_b28_an_eos_id_outside_the_vocabulary_fails_alone(lm, solo, bad):
     generation = GenerationConfig(max_new_tokens=5, eos_token_id=bad)
-    fails_alone(lm, solo, [4, 5], "EOS", str(VOCAB), generation=generation)
+    check_fails_alone(lm, solo, [4, 5], "EOS", str(VOCAB), generation=generation)
 
 
 # Names.
@@ -361,7 +361,7 @@ def test_the_poisoned_id_is_not_in_the_good_requests(solo):
 @pytest.mark.parametrize("budget", [64, 8])
 def test_invariant_6_nan_logits_fail_alone(poisoned, solo, bad, budget):
     config = batching(max_batch_tokens=budget)
-    refused = fails_alone(poisoned, solo, bad, "not finite", "NaN", config=config)
+    refused = check_fails_alone(poisoned, solo, bad, "not finite", "NaN", config=config)
     assert refused.prompt_ids == bad
     # The next requests get the blocks that hold its NaN.
     assert_same(poisoned.generate_batch(PROMPTS, GREEDY, config).values(), solo)

@@ -162,18 +162,18 @@ def test_b40_an_interrupt_between_two_submissions(lm, right, monkeypatch):
 
 
 def test_b40_an_interrupt_while_tracing(lm, right, monkeypatch):
-    interrupted_warmup(lm, right, monkeypatch, ModelDevice, "_lower", KeyboardInterrupt())
+    check_interrupted_warmup(lm, right, monkeypatch, ModelDevice, "_lower", KeyboardInterrupt())
 
 
 def test_b40_an_interrupt_between_two_compiled_programs(lm, right, monkeypatch):
-    interrupted_warmup(lm, right, monkeypatch, progress.bar_class(show=True), "update", KeyboardInterrupt())
+    check_interrupted_warmup(lm, right, monkeypatch, progress.bar_class(show=True), "update", KeyboardInterrupt())
 
 
 def test_b40_an_exception_in_the_compiler(lm, right, monkeypatch):
-    interrupted_warmup(lm, right, monkeypatch, programs, "_compile", RuntimeError("out of memory"))
+    check_interrupted_warmup(lm, right, monkeypatch, programs, "_compile", RuntimeError("out of memory"))
 
 
-def interrupted_warmup(lm, right, monkeypatch, target, name, error):
+def check_interrupted_warmup(lm, right, monkeypatch, target, name, error):
     lm.close()
     threads = threading.enumerate()
     with monkeypatch.context() as patched:

@@ -130,21 +130,21 @@ def test_a_store_beyond_int32_indices_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "change", "why"),
     [
-        ("config.json", {"architectures": -1}),
-        ("config.json", {"rms_norm_eps": []}),
-        ("config.json", {"eos_token_id": [[1]]}),
-        ("config.json", {"num_hidden_layers": 10**7}),
-        ("generation_config.json", {"eos_token_id": "5"}),
+        ("config.json", {"architectures": -1}, "malformed"),
+        ("config.json", {"rms_norm_eps": []}, r"'rms_norm_eps' .* must be a number\. Got \[\]"),
+        ("config.json", {"eos_token_id": [[1]]}, "malformed"),
+        ("config.json", {"num_hidden_layers": 10**7}, "layers"),
+        ("generation_config.json", {"eos_token_id": "5"}, "malformed"),
     ],
 )
-def test_a_value_of_another_type_in_a_checkpoint_is_a_clear_error(tmp_path, name, change):
+def test_a_value_of_another_type_in_a_checkpoint_is_a_clear_error(tmp_path, name, change, why):
     for path in (GOLDENS / "single").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     content = json.loads((tmp_path / name).read_text())
     (tmp_path / name).write_text(json.dumps(content | change))
-    with pytest.raises(ValueError, match=r"malformed|layers|must be a number"):
+    with pytest.raises(ValueError, match=why):
         load(tmp_path)
 
 
