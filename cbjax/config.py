@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cbjax.sampling.params import SamplingParams
-from cbjax.scheduler import MIN_BLOCK_SIZE, scheduler_named
+from cbjax.scheduler import MIN_BLOCK_SIZE, eviction_named, scheduler_named
 from cbjax.strict import check_bool, check_fraction, rejects_unknown_fields, set_checked_ints
 
 # Fields that exist for compatibility or are to come: the values that ask for nothing this version cannot do.
@@ -33,7 +33,10 @@ class ContinuousBatchingConfig:
       max_requests_per_batch: rows of one step. None: 1024, on CPU 64, at most `max_batch_tokens` and `num_blocks`.
       max_blocks_per_request: columns of the block table. None: from the workload, else what 8192 tokens need. 0: the
         same, and without the decode programs (every step runs as a mixed one).
-      allow_block_sharing: prefix caching; not in this version, said in the report.
+      allow_block_sharing: prefix caching: prompts that begin alike share the full blocks of what they have in common,
+        and blocks that nobody holds any more are found again as long as there is room.
+      eviction_policy: which of these go first when there is none: "lru", the one not used for longest, or "lifo", the
+        one given up last.
       use_async_batching, use_cuda_graph, default_compile_level, cpu_offload_space (GiB),
         cpu_offload_space_safety_threshold, max_queue_size: no effect in this version; values that would ask for
         something are refused.
@@ -56,6 +59,7 @@ class ContinuousBatchingConfig:
     max_requests_per_batch: int | None = None
     max_blocks_per_request: int | None = None
     allow_block_sharing: bool = True
+    eviction_policy: str = "lru"
     use_async_batching: bool | None = None
     use_cuda_graph: bool | None = None
     default_compile_level: int = 0
@@ -80,6 +84,7 @@ class ContinuousBatchingConfig:
         for name in ("allow_block_sharing", "return_logprobs", "per_request_processors", "compilation_cache"):
             check_bool(name, getattr(self, name))
         scheduler_named(self.scheduler_type)
+        eviction_named(self.eviction_policy)
         for name, (accepted, why) in _WITHOUT_EFFECT.items():
             value = getattr(self, name)
             if not any(value is ok or (type(value) is type(ok) and value == ok) for ok in accepted):

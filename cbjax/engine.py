@@ -21,6 +21,7 @@ from cbjax.ladder import Ladder
 from cbjax.requests import RequestState, RequestStatus
 from cbjax.sampling import SamplingParams
 from cbjax.scheduler import (
+    Admission,
     Request,
     SchedulerConfig,
     StepOutputs,
@@ -30,6 +31,7 @@ from cbjax.scheduler import (
     add,
     cancel,
     initial_state,
+    renew,
     schedule,
     update,
 )
@@ -57,12 +59,15 @@ class EngineStats:
 
     Attributes:
       steps: by bucket.
+      prompt_tokens, cached_tokens: of requests when they were first admitted; those of them found in the prefix cache.
       prefill_tokens, recomputed_tokens: tokens computed that were known; those computed again after a soft reset.
       soft_resets: requests that lost their blocks.
       peak_blocks: most blocks held at one time.
     """
 
     steps: Counter[Bucket] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     soft_resets: int = 0
@@ -230,12 +235,22 @@ class Engine:
             request = self.alive[reset.uid]
             request.status = RequestStatus.PENDING
             request.num_soft_resets += 1
+            request.num_lost_tokens = reset.num_tokens
             stats.soft_resets += 1
-            stats.recomputed_tokens += reset.num_tokens
+        for admission in plan.admitted:
+            self._count_admission(self.alive[admission.uid], admission)
         for uid in batch.uid[~batch.carried].tolist():
             request = self.alive[uid]
             request.status = RequestStatus.PREFILLING
             request.started = request.started or now
+
+    def _count_admission(self, request: RequestState, admission: Admission) -> None:
+        if admission.incarnation:
+            self.stats.recomputed_tokens += max(0, request.num_lost_tokens - admission.num_cached)
+            return
+        request.num_cached_tokens = admission.num_cached
+        self.stats.prompt_tokens += len(request.prompt)
+        self.stats.cached_tokens += admission.num_cached
 
     def _collect(self) -> list[RequestState]:
         plan, answer = self._in_flight[0]
@@ -277,6 +292,10 @@ class Engine:
     ) -> None:
         request.end(status, reason, now, error)
         del self.alive[request.uid], self._by_id[request.request_id]
+
+    def renew(self) -> None:
+        """To be called when other weights compute from now on: no KV of the old ones is found again."""
+        self.state = renew(self.state)
 
     def abort(self, status: RequestStatus, reason: str, error: str | None = None) -> list[RequestState]:
         """Ends every request and forgets what is in flight: after an interrupt, an error, or at close.

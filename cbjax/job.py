@@ -51,7 +51,7 @@ class Job:
     def running(self, *, warmup: bool, progress_bar: bool) -> Iterator[None]:
         """Submits, and whatever happens leaves no request alive, no block held, and the outputs in `last_outputs`."""
         self.engine.stats = EngineStats()
-        self.session.device.params = self.lm.params
+        self.session.use(self.lm.params)
         before = len(self.session.device.programs)
         try:
             if warmup:
@@ -115,7 +115,7 @@ class Job:
             programs,
             warmup_seconds=self.warmup_seconds,
             seconds=seconds,
-            num_blocks=self.session.resolved.scheduler.num_blocks,
+            scheduler=self.session.resolved.scheduler,
         )
 
 

@@ -37,6 +37,7 @@ class GenerationOutput:
       lifespan: seconds from submission to its first step and to its end; -1.0 where that has not happened.
       timestamps: seconds from submission to each output token.
       num_soft_resets: how often it lost its blocks and was recomputed.
+      num_cached_tokens: prompt tokens whose KV was found in the prefix cache when it was first admitted.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class GenerationOutput:
     lifespan: tuple[float, float] = (-1.0, -1.0)
     timestamps: list[float] = field(default_factory=list)
     num_soft_resets: int = 0
+    num_cached_tokens: int = 0
 
     def is_finished(self) -> bool:
         """Whether this is the request's last word."""
@@ -71,6 +73,7 @@ class RequestState:
       prompt: i32[prompt tokens].
       max_new_tokens: output tokens at most, the model's positions already considered.
       wants_logprobs: whether `logprobs` is filled.
+      num_lost_tokens: tokens whose KV it lost at its last soft reset.
       created, started, ended: seconds on the engine's clock; None where that has not happened.
       The others: as in `GenerationOutput`.
     """
@@ -91,6 +94,8 @@ class RequestState:
     error: str | None = None
     finish_reason: str | None = None
     num_soft_resets: int = 0
+    num_cached_tokens: int = 0
+    num_lost_tokens: int = 0
 
     def end(self, status: RequestStatus, reason: str, now: float, error: str | None = None) -> None:
         """The terminal state; reached exactly once."""
@@ -112,6 +117,7 @@ class RequestState:
             lifespan=(self._since(self.started), self._since(self.ended)),
             timestamps=list(self.timestamps),
             num_soft_resets=self.num_soft_resets,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
     def _since(self, moment: float | None) -> float:

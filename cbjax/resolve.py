@@ -13,6 +13,7 @@ from cbjax.scheduler import (
     SchedulerConfig,
     Window,
     blocks_for,
+    eviction_named,
     held_together,
     most_columns,
     scheduler_named,
@@ -129,7 +130,7 @@ def resolve(
     policy = scheduler_named(config.scheduler_type)
     need = _workload_blocks(config, hints, model, tokens, rows)
     margin = _margin(config, need, num_blocks, policy.default_safety_margin, decisions)
-    decisions += _fixed(config)
+    decisions += _fixed(config, hints)
     scheduler = SchedulerConfig(
         policy=policy,
         num_blocks=num_blocks,
@@ -140,6 +141,8 @@ def resolve(
         safety_margin=margin,
         windows=model.windows,
         num_words=NUM_WORDS,
+        shares_blocks=config.allow_block_sharing,
+        eviction=eviction_named(config.eviction_policy),
     )
     return ResolvedConfig(
         config=config,
@@ -233,14 +236,14 @@ def _margin(config, need: int, num_blocks: int, default: float, decisions: list[
     return used
 
 
-def _fixed(config: ContinuousBatchingConfig) -> list[Decision]:
+def _fixed(config: ContinuousBatchingConfig, hints: WorkloadHints) -> list[Decision]:
     def decision(field: str, used: object, why: str) -> Decision:
         return Decision(field=field, asked=getattr(config, field), used=used, why=why)
 
-    sharing = "asked, not given: this version computes every prompt" if config.allow_block_sharing else "off, as asked"
     return [
         decision("scheduler_type", config.scheduler_type, "as asked"),
-        decision("allow_block_sharing", False, sharing),
+        decision("allow_block_sharing", config.allow_block_sharing, _why_sharing(config, hints)),
+        decision("eviction_policy", config.eviction_policy, "which cached block is taken when no blank one is left"),
         decision("use_async_batching", False, "steps run one after another"),
         decision("use_cuda_graph", False, "every step is one compiled program"),
         decision("default_compile_level", 0, "every step is one compiled program"),
@@ -250,6 +253,15 @@ def _fixed(config: ContinuousBatchingConfig) -> list[Decision]:
         decision("max_queue_size", 0, "requests are handed to the engine directly"),
         *_per_call(config),
     ]
+
+
+def _why_sharing(config: ContinuousBatchingConfig, hints: WorkloadHints) -> str:
+    if not config.allow_block_sharing:
+        return "off, as asked"
+    longest, size = hints.max_prompt_length, config.block_size
+    if 0 < longest <= size:
+        return f"no prompt will be found: {longest} tokens at most, and only full blocks of {size} with one more are"
+    return f"prompts that begin alike share full blocks of {size} tokens"
 
 
 def _per_call(config: ContinuousBatchingConfig) -> list[Decision]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import jax
 
 from cbjax.attention import LayerGroups, layer_groups
 from cbjax.cache import PagedAttentionCache, store_specs
@@ -59,6 +62,7 @@ class Session:
             max_positions=lm.max_positions,
             observers=lm.observers,
         )
+        self._leaves = jax.tree.leaves(lm.params)
         log.info("session: %s\n%s", self.machine.device, self.resolved.report())
 
     def covers(self, hints: WorkloadHints, *, open_ended: bool = False) -> bool:
@@ -100,6 +104,17 @@ class Session:
                     program.temp_bytes,
                 )
         return compiled
+
+    def use(self, params: dict) -> None:
+        """Computes with these weights from now on; if they are others, no KV of the old ones is found again.
+
+        Weights are the same if every array is, so that a dict which was changed in place is noticed, too.
+        """
+        leaves = jax.tree.leaves(params)
+        is_same = len(leaves) == len(self._leaves) and all(map(operator.is_, leaves, self._leaves))
+        self.device.params, self._leaves = params, leaves
+        if not is_same:
+            self.engine.renew()
 
     def close(self) -> None:
         """Gives the store's memory back."""

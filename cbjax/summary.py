@@ -11,6 +11,7 @@ from cbjax.descriptor import Bucket
 from cbjax.engine import EngineStats
 from cbjax.programs import Program
 from cbjax.requests import GenerationOutput, RequestStatus
+from cbjax.scheduler import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class RunSummary:
       steps: by bucket kind.
       compiled, compile_seconds, programs: how many were compiled for this call, the time that took, their names.
       peak_blocks, num_blocks: most held at one time, and the pool.
+      cached_tokens: prompt tokens found in the prefix cache.
+      why_uncached: why none could be found, if that is so.
       soft_resets, recomputed_tokens: what pressure cost.
     """
 
@@ -39,6 +42,8 @@ class RunSummary:
     programs: tuple[str, ...]
     peak_blocks: int
     num_blocks: int
+    cached_tokens: int
+    why_uncached: str | None
     soft_resets: int
     recomputed_tokens: int
 
@@ -54,6 +59,7 @@ class RunSummary:
             first = f"{self.first_token[0]:.2f} s median, {self.first_token[1]:.2f} s at most"
         compiled = f"{self.compiled} in {self.compile_seconds:.1f} s: {', '.join(self.programs)}"
         pressure = f"{self.soft_resets} soft resets, {self.recomputed_tokens} tokens computed again"
+        why = self.why_uncached or ""
         return [
             ("requests", ", ".join(f"{count} {name}" for name, count in self.requests.items()) or "none"),
             ("tokens", f"{self.prompt_tokens} prompt, {self.generated_tokens} generated"),
@@ -62,6 +68,7 @@ class RunSummary:
             ("steps", ", ".join(f"{count} {kind}" for kind, count in self.steps.items()) or "none"),
             ("programs compiled", compiled if self.compiled else "0"),
             ("blocks", f"{self.peak_blocks} of {self.num_blocks} used at most"),
+            ("prefix cache", f"{self.cached_tokens} prompt tokens found" + (why and f": {why}")),
             ("KV pressure", pressure if self.soft_resets else "none"),
         ]
 
@@ -77,7 +84,7 @@ def summarize(
     programs: Iterable[Program],
     *,
     seconds: float,
-    num_blocks: int,
+    scheduler: SchedulerConfig,
     warmup_seconds: float = 0.0,
 ) -> RunSummary:
     """The summary of one call, from what it returned and the engine's counts over it."""
@@ -98,7 +105,19 @@ def summarize(
         compile_seconds=warmup_seconds or sum(program.seconds for program in programs),
         programs=tuple(program.name for program in programs),
         peak_blocks=stats.peak_blocks,
-        num_blocks=num_blocks,
+        num_blocks=scheduler.num_blocks,
+        cached_tokens=stats.cached_tokens,
+        why_uncached=_why_uncached(outputs, scheduler),
         soft_resets=stats.soft_resets,
         recomputed_tokens=stats.recomputed_tokens,
     )
+
+
+def _why_uncached(outputs: Iterable[GenerationOutput], scheduler: SchedulerConfig) -> str | None:
+    """Why no prompt can ever be found, if that is so."""
+    if not scheduler.shares_blocks:
+        return "allow_block_sharing is off"
+    longest = max((len(output.prompt_ids) for output in outputs), default=0)
+    if longest <= scheduler.block_size:
+        return f"no prompt is longer than a block ({longest} of {scheduler.block_size} tokens)"
+    return None

@@ -127,6 +127,7 @@ class Loop:
       plans: every plan that was dispatched, in order.
       outputs: tokens delivered, by uid.
       ended: by uid; asserted to come once, with no token after it.
+      cached: by uid, tokens found in the prefix cache at each of its admissions.
       resets: by uid, the number of tokens the request had at each of its soft resets.
       num_drains: times that pressure had to wait for the steps in flight.
       inputs: what the scheduler was given, in order: ("add", request), ("cancel", uid), ("schedule", None) or
@@ -146,6 +147,7 @@ class Loop:
         self.ended: dict[int, Ended] = {}
         self.cancelled: set[int] = set()
         self.resets: defaultdict[int, list[int]] = defaultdict(list)
+        self.cached: defaultdict[int, list[int]] = defaultdict(list)
         self.num_drains = 0
         self.inputs: list[tuple[str, Any]] = []
 
@@ -189,10 +191,15 @@ class Loop:
             self.resets[reset.uid].append(len(self.outputs[reset.uid]))
         for uid, incarnation in zip(plan.batch.uid.tolist(), plan.batch.incarnation.tolist(), strict=True):
             assert incarnation == len(self.resets[uid]), "a row does not say since which admission it runs"
+        for admission in plan.admitted:
+            self.cached[admission.uid].append(admission.num_cached)
+            row = plan.batch.uid.tolist().index(admission.uid)
+            assert plan.batch.start[row] == admission.num_cached, "what was found is computed again, or more is skipped"
         bucket = self.ladder.select(plan.batch)
         descriptor = build(plan.batch, bucket, self.config.max_requests_per_batch)
         assert unpad(descriptor) == plan.batch
         self.device.update_table(plan.table)
+        self._verify_table()
         answer = self.device.forward(descriptor, bucket)
         rows = plan.batch.num_rows
         outputs = StepOutputs(tokens=answer.tokens[:rows], logprobs=answer.logprobs[:rows], finite=answer.finite[:rows])
@@ -200,6 +207,13 @@ class Loop:
         self.plans.append(plan)
         self.buckets[bucket] += 1
         return plan
+
+    def _verify_table(self) -> None:
+        """The device has been told every entry."""
+        for slot, record in enumerate(self.state.records):
+            if record is not None:
+                told = self.device.table[:, slot, : record.table.shape[1]]
+                assert np.array_equal(told, record.table), "the device's block table is not the scheduler's"
 
     def collect(self) -> None:
         """Applies the answers to the oldest plan in flight."""
@@ -271,7 +285,7 @@ class Loop:
         self.state = state
 
 
-def random_config(rng: random.Random, policy: str, windows: Windows = (None,)) -> SchedulerConfig:
+def random_config(rng: random.Random, policy: str, windows: Windows = (None,), **changes) -> SchedulerConfig:
     """A pool that a few requests already overfill."""
     groups = len(windows)
     num_blocks = rng.randint(4 * groups, 14 * groups)
@@ -284,6 +298,7 @@ def random_config(rng: random.Random, policy: str, windows: Windows = (None,)) -
         max_requests_per_batch=rng.choice([1, 2, 4, 8, 8]),
         max_blocks_per_request=rng.choice([num_blocks, num_blocks, rng.randint(2, num_blocks)]),
         safety_margin=rng.choice([0.0, 0.0, 0.15, 0.5, 1.0]),
+        **changes,
     )
 
 
@@ -294,14 +309,28 @@ def random_size(rng: random.Random, config: SchedulerConfig) -> tuple[int, int]:
     return prompt, rng.randint(1, min(24, cells - prompt + 1))
 
 
-def random_script(seed: int, depth: int, windows: Windows = (None,)) -> Loop:
-    """A few requests that come while others run, sometimes one is cancelled; all are compared with solo runs."""
+def random_prompt(rng: random.Random, length: int) -> np.ndarray:
+    """i32[length], which begins as those of some others do."""
+    common = rng.choice([0, length, length // 2])
+    text = make_prompt(64, seed=rng.randrange(2))
+    return np.concatenate([text[:common], make_prompt(64, seed=rng.randrange(2, 99))[: length - common]])
+
+
+def random_script(seed: int, depth: int, windows: Windows = (None,), **changes) -> Loop:
+    """A few requests that come while others run, sometimes one is cancelled; all are compared with solo runs.
+
+    Args:
+      changes: fields of the config. With `shares_blocks` prompts begin alike.
+    """
     rng = random.Random(seed)
-    loop = Loop(random_config(rng, POLICIES[seed % 2], windows), depth=depth)
+    loop = Loop(random_config(rng, POLICIES[seed % 2], windows, **changes), depth=depth)
+    shares = loop.config.shares_blocks
     to_come, burst = rng.randint(3, 12), rng.choice([0.3, 0.9])
     while to_come:
         while to_come and rng.random() < burst:
-            loop.add(*random_size(rng, loop.config), eos=tuple(range(rng.choice([0, 0, 30]))))
+            prompt, new = random_size(rng, loop.config)
+            ids = random_prompt(rng, prompt) if shares else prompt
+            loop.add(ids, new, eos=tuple(range(rng.choice([0, 0, 30]))))
             to_come -= 1
         if loop.requests and rng.random() < 0.05:
             loop.cancel(rng.randrange(len(loop.requests)))

@@ -51,7 +51,7 @@ def test_the_zone_lies_behind_the_blocks_that_can_be_handed_out(lm):
         assert array.shape[2] == NUM_BLOCKS + 2
         assert (spec.read_trash, spec.sentinel, spec.write_trash) == (256, 257, 260)
     pool = lm.session.engine.state.pool
-    assert sorted(pool.free[: pool.num_free].tolist()) == list(range(NUM_BLOCKS))
+    assert sorted(pool.free_ids().tolist()) == list(range(NUM_BLOCKS))
 
 
 def test_a_fresh_block_table_names_the_read_trash():

@@ -31,6 +31,7 @@ from cbjax.scheduler import (
     update,
 )
 from cbjax.scheduler.draft import Draft
+from cbjax.scheduler.sharing import find
 
 
 def running_state(num_requests: int = 3) -> SchedulerState:
@@ -74,7 +75,7 @@ def test_invariant_1_conservation_with_layer_groups(policy: str, windows: tuple[
                     written = device_table[:, slot, : record.table.shape[1]]
                     assert np.array_equal(written, record.table)
             assert len(set(held)) == len(held), "a block has two owners"
-            assert set(held) | set(state.pool.free[: state.pool.num_free].tolist()) == set(range(config.num_blocks))
+            assert set(held) | set(state.pool.free_ids().tolist()) == set(range(config.num_blocks))
             assert len(held) + state.pool.num_free == config.num_blocks
             if not plan.is_empty:
                 in_flight.append(plan)
@@ -256,7 +257,7 @@ def test_invariant_5_two_half_done_prefills_that_starve_each_other(policy: str, 
     for _ in range(2):
         head = draft.waiting.head()
         assert head is not None
-        slot = draft.admit(head)
+        slot = draft.admit(head, find(draft, head))
         assert draft.take_blocks(slot, 2)
         draft.choose(np.array([slot]), np.array([8], np.int32))
     batch, delta = draft.batch(), draft.table_delta()

@@ -38,7 +38,7 @@ def state_values(state: SchedulerState) -> tuple:
             records.append(None)
     waiting = [(w.request.uid, values(w.outputs), w.incarnation, w.evicted) for w in state.waiting]
     arrays = [values(getattr(state, name)) for name in ("rows", "tail", "words", "eos")]
-    pool = values(state.pool.free[: state.pool.num_free])
+    pool = values(state.pool.free_ids())
     return (pool, waiting, arrays, records, state.num_admissions, state.num_in_flight)
 
 
@@ -105,7 +105,7 @@ def test_a_state_cannot_be_written_by_accident() -> None:
     _, state = schedule(state)
     record = state.records[0]
     assert record is not None
-    for array in (state.rows, state.tail, state.words, state.eos, state.pool.free, record.table, record.history):
+    for array in (state.rows, state.tail, state.words, state.eos, state.pool.blank, record.table, record.history):
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0
 
@@ -114,7 +114,7 @@ def test_a_plan_shares_no_memory_with_the_states_beside_it() -> None:
     before = add(initial_state(make_config()), make_request(0, 5, 2))
     plan, after = schedule(before)
     for state in (before, after):
-        owned = [state.rows, state.tail, state.words, state.eos, state.pool.free]
+        owned = [state.rows, state.tail, state.words, state.eos, state.pool.blank]
         owned += [array for record in state.records if record for array in (record.history, record.table)]
         for part in (plan.batch, plan.table):
             for f in fields(part):

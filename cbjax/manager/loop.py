@@ -65,7 +65,7 @@ class Loop:
     def start(self, session: Session) -> None:
         """Starts a thread over this session; the last one has ended."""
         session.engine.stats = EngineStats()
-        session.device.params = self._lm.params
+        session.use(self._lm.params)
         thread = threading.Thread(target=self._run, args=(session,), name="cbjax-manager", daemon=True)
         with self._ledger.lock:
             thread.start()  # it waits for the lock
@@ -151,7 +151,7 @@ class Loop:
     def _adopt_params(self) -> None:
         """New weights, while no request has any KV of the old ones."""
         if self.session is not None and not self.session.engine.alive:
-            self.session.device.params = self._lm.params
+            self.session.use(self._lm.params)
 
     def tell(self, entry: Entry) -> None:
         """Tells the entry's handler what it has not been told."""

@@ -2,17 +2,20 @@
 
 from cbjax.scheduler.blocks import MIN_BLOCK_SIZE as MIN_BLOCK_SIZE
 from cbjax.scheduler.blocks import NUM_RESERVED_BLOCKS as NUM_RESERVED_BLOCKS
-from cbjax.scheduler.blocks import BlockPool as BlockPool
 from cbjax.scheduler.blocks import blocks_for as blocks_for
 from cbjax.scheduler.blocks import internal_waste as internal_waste
 from cbjax.scheduler.blocks import may_admit as may_admit
 from cbjax.scheduler.blocks import padding_waste as padding_waste
 from cbjax.scheduler.check import check as check
+from cbjax.scheduler.eviction import EVICTION_MAPPING as EVICTION_MAPPING
+from cbjax.scheduler.eviction import EvictionPolicy as EvictionPolicy
+from cbjax.scheduler.eviction import eviction_named as eviction_named
 from cbjax.scheduler.groups import Window as Window
 from cbjax.scheduler.groups import first_column as first_column
 from cbjax.scheduler.groups import held_together as held_together
 from cbjax.scheduler.groups import most_columns as most_columns
 from cbjax.scheduler.groups import most_held as most_held
+from cbjax.scheduler.plan import Admission as Admission
 from cbjax.scheduler.plan import Batch as Batch
 from cbjax.scheduler.plan import Ended as Ended
 from cbjax.scheduler.plan import SoftReset as SoftReset
@@ -25,6 +28,7 @@ from cbjax.scheduler.policies import FIFOScheduler as FIFOScheduler
 from cbjax.scheduler.policies import PrefillFirstScheduler as PrefillFirstScheduler
 from cbjax.scheduler.policies import Scheduler as Scheduler
 from cbjax.scheduler.policies import scheduler_named as scheduler_named
+from cbjax.scheduler.pool import BlockPool as BlockPool
 from cbjax.scheduler.request import Request as Request
 from cbjax.scheduler.schedule import schedule as schedule
 from cbjax.scheduler.state import Field as Field
@@ -33,5 +37,6 @@ from cbjax.scheduler.state import SchedulerState as SchedulerState
 from cbjax.scheduler.state import add as add
 from cbjax.scheduler.state import initial_state as initial_state
 from cbjax.scheduler.state import known_tokens as known_tokens
+from cbjax.scheduler.state import renew as renew
 from cbjax.scheduler.update import cancel as cancel
 from cbjax.scheduler.update import update as update

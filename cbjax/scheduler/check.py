@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from cbjax.scheduler.blocks import blocks_for
+from cbjax.scheduler.eviction import EvictionOrder
 from cbjax.scheduler.groups import first_column, most_held
 from cbjax.scheduler.state import Field, SchedulerState, known_tokens
 
@@ -12,6 +15,7 @@ from cbjax.scheduler.state import Field, SchedulerState, known_tokens
 def check(state: SchedulerState) -> None:
     """Raises AssertionError, with what is wrong, if the state breaks an invariant."""
     _check_conservation(state)
+    _check_index(state)
     _check_waiting(state)
     for slot, record in enumerate(state.records):
         taken = state.rows[Field.ACTIVE, slot] == 1
@@ -23,11 +27,49 @@ def check(state: SchedulerState) -> None:
 
 
 def _check_conservation(state: SchedulerState) -> None:
+    """Every block is blank, cached or live, and nothing else."""
     pool, num_blocks = state.pool, state.config.num_blocks
-    live = [record.table[record.table != num_blocks] for record in state.records if record is not None]
-    ids = np.concatenate([pool.free[: pool.num_free], *live])
-    assert len(ids) == num_blocks, f"{pool.num_free} free + {len(ids) - pool.num_free} live != {num_blocks} blocks"
+    held = Counter(
+        block
+        for record in state.records
+        if record is not None
+        for block in record.table.ravel().tolist()
+        if block != num_blocks
+    )
+    ids = np.concatenate([pool.free_ids(), np.array(list(held), np.int32)])
+    counts = f"{pool.num_blank} blank + {pool.num_cached} cached + {len(held)} live"
+    assert len(ids) == num_blocks, f"{counts} != {num_blocks} blocks"
     assert np.array_equal(np.sort(ids), np.arange(num_blocks)), "a block is free and live, or held twice"
+    shared = {block: count for block, count in held.items() if count > 1}
+    assert dict(pool.holders.items()) == shared, "the numbers of holders are not those of the tables"
+
+
+def _check_index(state: SchedulerState) -> None:
+    """What can be found is registered; what is cached can be found or was found once; what is shared is full."""
+    pool, block_size = state.pool, state.config.block_size
+    blank = set(pool.blank[: pool.num_blank].tolist())
+    for group, found in enumerate(pool.index.found):
+        for key, block in found.items():
+            name = pool.index.names[block]
+            assert (name.group, name.prefix.key) == (group, key), "a block is found under another's key"
+    assert not blank & set(pool.index.names), "a blank block is registered"
+    assert set(pool.cached.blocks().tolist()) <= set(pool.index.names), "a cached block is not registered"
+    _check_order(pool.cached)
+    for slot, record in enumerate(state.records):
+        if record is not None:
+            full = int(state.rows[Field.COMPUTED, slot]) // block_size
+            unfinished = record.table[:, full:].ravel().tolist()
+            assert not any(block in pool.holders for block in unfinished), "a block that is written to is shared"
+            assert not any(block in pool.index.names for block in unfinished), "a block that is written to is registered"
+
+
+def _check_order(order: EvictionOrder) -> None:
+    before, after = order.links
+    end, count, block = len(before) - 1, 0, int(after[-1])
+    while block != end:
+        assert after[before[block]] == block, "the order of cached blocks is torn"
+        block, count = int(after[block]), count + 1
+    assert count == order.size == len(order.blocks()), "the order of cached blocks has lost some"
 
 
 def _check_waiting(state: SchedulerState) -> None:
@@ -54,6 +96,10 @@ def _check_row(state: SchedulerState, slot: int) -> None:
     tokens = known_tokens(state, slot)
     assert len(tokens) == row[Field.LENGTH], "history, chain and tail do not add up to the row's length"
     assert np.array_equal(tokens[: row[Field.PROMPT]], record.request.prompt)
+    assert row[Field.REGISTERED] * state.config.block_size <= row[Field.COMPUTED], "an unfinished block is registered"
+    for entry in state.swaps:
+        held = state.records[entry.slot]
+        assert held is not None and held.table[entry.group, entry.column] == entry.block, "a swap that is not so"
 
 
 def _check_windows(state: SchedulerState, slot: int) -> None:

@@ -6,14 +6,16 @@ arrays are written, and it writes none that a state can see.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from cbjax.scheduler.blocks import blocks_for
-from cbjax.scheduler.plan import Batch, TableDelta
-from cbjax.scheduler.state import Field, Record, SchedulerState
+from cbjax.scheduler.plan import Admission, Batch, TableDelta
+from cbjax.scheduler.pool import PoolDraft
+from cbjax.scheduler.sharing import Hit
+from cbjax.scheduler.state import Field, Record, SchedulerState, TableEntry
 from cbjax.scheduler.waiting import Waiting
 
 
@@ -24,6 +26,9 @@ class Draft:
       starved: (slot, blocks wanted) of active rows that got no block, in candidate order.
       chosen: slots of the step's rows, in order; `count` their tokens.
       half_done: a prefill of this step leaves known tokens to compute, so nobody is admitted beside it.
+      pool: the blocks; written in place.
+      admitted: who was admitted.
+      swaps: entries changed before this step that the device has not been told.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -32,7 +37,7 @@ class Draft:
         self.rows = state.rows.copy()
         self.tail, self.words, self.eos = state.tail, state.words, state.eos
         self.records = list(state.records)
-        self.pool, self.waiting = state.pool, state.waiting
+        self.pool, self.waiting = PoolDraft(state.pool), state.waiting
         self.num_admissions = state.num_admissions
         self.tokens_left = state.config.max_batch_tokens
         self.rows_left = state.config.max_requests_per_batch
@@ -40,6 +45,8 @@ class Draft:
         self.chosen: list[np.ndarray] = []
         self.count: list[np.ndarray] = []
         self.half_done = False
+        self.admitted: list[Admission] = []
+        self.swaps = list(state.swaps)
         self._grown: list[tuple[int, int, np.ndarray]] = []  # slot, first column, i32[groups, new]
         self._left: list[tuple[int, int, int, int]] = []  # slot, group, first column, end
 
@@ -92,15 +99,29 @@ class Draft:
                 self._left.append((slot, group, start, stop))
         table.setflags(write=False)
         self.records[slot] = record._replace(table=table)
+        self._keep_swaps(lambda entry: entry.slot != slot or table[entry.group, entry.column] == entry.block)
         return np.concatenate(ids)
+
+    def swap(self, slot: int, group: int, column: int, block: int) -> None:
+        """Puts another block with the same content into the slot's table."""
+        record = self.records[slot]
+        assert record is not None
+        table = record.table.copy()
+        table[group, column] = block
+        table.setflags(write=False)
+        self.records[slot] = record._replace(table=table)
+        self.swaps.append(TableEntry(group, slot, column, block))
+
+    def _keep_swaps(self, still_holds: Callable[[TableEntry], bool]) -> None:
+        if self.swaps:
+            self.swaps = list(filter(still_holds, self.swaps))
 
     def take_blocks(self, slot: int, wanted: int) -> bool:
         """Gives the slot `wanted` more blocks, or changes nothing."""
         if wanted:
-            taken = self.pool.take(wanted)
-            if taken is None:
+            ids = self.pool.take(wanted)
+            if ids is None:
                 return False
-            self.pool, ids = taken
             self.grow(slot, ids)
         return True
 
@@ -122,15 +143,15 @@ class Draft:
         self.rows_left -= len(slots)
         self.tokens_left -= int(count.sum())
 
-    def admit(self, waiting: Waiting) -> int:
-        """Moves the head of the line into a free slot, which holds no blocks yet; returns the slot."""
+    def admit(self, waiting: Waiting, hit: Hit) -> int:
+        """Moves the head of the line into a free slot, which holds the blocks that were found; returns the slot."""
         request, length = waiting.request, waiting.num_tokens
         slot = int(np.argmin(self.rows[Field.ACTIVE]))
         assert not self.rows[Field.ACTIVE, slot]
-        history = np.concatenate([request.prompt, waiting.outputs])
+        history = np.array(waiting.known, np.int32)
         history.setflags(write=False)
-        table = np.empty((self.config.num_groups, 0), np.int32)
-        self.records[slot] = Record(request, history, None, table)
+        none = np.empty((self.config.num_groups, 0), np.int32)
+        self.records[slot] = Record(request, history, None, none, hit.prefix)
         self.rows[:, slot] = 0
         for field, value in (
             (Field.ACTIVE, 1),
@@ -144,6 +165,9 @@ class Draft:
             (Field.LIMIT, request.max_new_tokens),
             (Field.EVICTED, waiting.evicted),
             (Field.CHUNK, self.config.chunk_limit(request.num_cells)),
+            (Field.COMPUTED, cached := hit.num_columns * self.config.block_size),
+            (Field.SWEPT, cached),
+            (Field.REGISTERED, hit.num_columns),
         ):
             self.rows[field, slot] = value
         self._write_settings(slot, request.words, request.eos_token_ids)
@@ -152,6 +176,13 @@ class Draft:
         self.tail[slot, :rest] = history[length - rest :]
         self.waiting = self.waiting.remove(request.uid)
         self.num_admissions += 1
+        if hit.num_columns:
+            for block in hit.table[hit.table < self.config.num_blocks].tolist():
+                self.pool.pin(block)
+            self.grow(slot, hit.table.ravel())
+        self.admitted.append(
+            Admission(uid=request.uid, slot=slot, incarnation=waiting.incarnation, num_cached=cached)
+        )
         return slot
 
     def _write_settings(self, slot: int, words: np.ndarray, eos: tuple[int, ...]) -> None:
@@ -165,24 +196,25 @@ class Draft:
         self.eos[slot, : len(eos)] = eos
 
     def release(self, slot: int) -> np.ndarray:
-        """Empties a slot; returns the block ids it held, now free."""
+        """Empties a slot; returns the block ids it held. Those that nobody else holds are free."""
         record = self.records[slot]
         assert record is not None
         ids = record.table[record.table < self.config.num_blocks]
-        self.pool = self.pool.give_back(ids)
+        self.pool.drop(ids)
         self.records[slot] = None
         self.rows[:, slot] = 0
         # The slot's next owner may write the same entries in this very plan, and no entry may be written twice.
         self._left = [left for left in self._left if left[0] != slot]
+        self._keep_swaps(lambda entry: entry.slot != slot)
         return ids
 
-    def freeze(self, *, num_in_flight: int) -> SchedulerState:
-        """The state this draft has come to."""
+    def freeze(self, *, num_in_flight: int, swaps: Sequence[TableEntry] = ()) -> SchedulerState:
+        """The state this draft has come to; `swaps` are left for the next plan to tell."""
         for array in (self.rows, self.tail, self.words, self.eos):
             array.setflags(write=False)
         return replace(
             self.state,
-            pool=self.pool,
+            pool=self.pool.freeze(),
             waiting=self.waiting,
             rows=self.rows,
             tail=self.tail,
@@ -191,6 +223,7 @@ class Draft:
             records=tuple(self.records),
             num_admissions=self.num_admissions,
             num_in_flight=num_in_flight,
+            swaps=tuple(swaps),
         )
 
     def batch(self) -> Batch:
@@ -226,16 +259,16 @@ class Draft:
 
     def table_delta(self) -> TableDelta:
         """Every block-table entry this draft has changed, once."""
-        if not (self._grown or self._left):
+        if not (self._grown or self._left or self.swaps):
             return TableDelta.empty()
-        parts = []
+        parts = [list(np.array(self.swaps, np.int32).reshape(-1, 4).T)]
         for slot, first, ids in self._grown:
             groups, new = ids.shape
             group, column = np.divmod(np.arange(groups * new, dtype=np.int32), new)
-            parts.append((group, np.full(groups * new, slot, np.int32), column + first, ids.ravel()))
+            parts.append([group, np.full(groups * new, slot, np.int32), column + first, ids.ravel()])
         for slot, group, first, end in self._left:
             same = [np.full(end - first, value, np.int32) for value in (group, slot, self.config.num_blocks)]
-            parts.append((same[0], same[1], np.arange(first, end, dtype=np.int32), same[2]))
+            parts.append([same[0], same[1], np.arange(first, end, dtype=np.int32), same[2]])
         group, slot, column, block = (np.concatenate(part).astype(np.int32) for part in zip(*parts, strict=True))
         return TableDelta(group=group, slot=slot, column=column, block=block)
 

@@ -85,13 +85,59 @@ class SoftReset:
     Attributes:
       uid, slot: who, and the slot it left.
       num_blocks: blocks given back.
-      num_tokens: tokens whose KV has to be computed again.
+      num_tokens: tokens whose KV has to be computed again, unless it is still found when the request returns.
     """
 
     uid: int
     slot: int
     num_blocks: int
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Offload:
+    """Blocks whose content is kept in host memory before they are handed on.
+
+    Attributes:
+      uid: whose they are; a request has at most one such copy.
+      slot: the slot it left.
+      blocks: i32[blocks], in an order that `Restore.index` refers to.
+    """
+
+    uid: int
+    slot: int
+    blocks: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Restore:
+    """Content that comes back from host memory; the copy there is not needed any more.
+
+    Attributes:
+      uid: whose it is.
+      index: i32[blocks], which blocks of the copy; others are not needed.
+      blocks: i32[blocks], where to.
+    """
+
+    uid: int
+    index: np.ndarray
+    blocks: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A request that left the waiting line for a slot.
+
+    Attributes:
+      uid, slot: who, and where its state lies from now on.
+      incarnation: how many times it was admitted before.
+      num_cached: tokens whose KV was found in registered blocks and is not computed again.
+    """
+
+    uid: int
+    slot: int
+    incarnation: int
+    num_cached: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,6 +148,7 @@ class StepPlan:
       batch: the rows; none if nothing can run.
       table: changed block-table entries.
       soft_resets: victims, in the order in which they were chosen.
+      admitted: who was admitted, in order.
       num_starved: active requests that got no block in this step.
       drain: nothing was decided, since pressure must be decided with every token known: finish the steps in
         flight with `update`, then schedule again.
@@ -110,6 +157,7 @@ class StepPlan:
     batch: Batch
     table: TableDelta
     soft_resets: tuple[SoftReset, ...] = ()
+    admitted: tuple[Admission, ...] = ()
     num_starved: int = 0
     drain: bool = False
 

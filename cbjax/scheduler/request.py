@@ -17,6 +17,7 @@ class Request:
       max_new_tokens: output tokens after which it ends with "length"; at least one.
       eos_token_ids: output tokens that end it with "stop".
       words: u32[words], the sampler's settings; the scheduler only carries them.
+      namespace: only requests of one namespace share blocks.
     """
 
     uid: int
@@ -24,6 +25,7 @@ class Request:
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
     words: np.ndarray
+    namespace: bytes = b""
 
     @property
     def num_cells(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cbjax.scheduler.blocks import blocks_for, may_admit
+from cbjax.scheduler.admission import take_waiting
 from cbjax.scheduler.draft import Draft
 from cbjax.scheduler.plan import StepPlan, TableDelta
 from cbjax.scheduler.pressure import relieve
@@ -38,14 +38,20 @@ def schedule(state: SchedulerState) -> tuple[StepPlan, SchedulerState]:
     if draft.is_empty:
         return StepPlan(batch=draft.batch(), table=TableDelta.empty()), state
     batch = draft.batch()
-    plan = StepPlan(batch=batch, table=draft.table_delta(), soft_resets=resets, num_starved=len(draft.starved))
+    plan = StepPlan(
+        batch=batch,
+        table=draft.table_delta(),
+        soft_resets=resets,
+        admitted=tuple(draft.admitted),
+        num_starved=len(draft.starved),
+    )
     return plan, draft.freeze(num_in_flight=state.num_in_flight + 1)
 
 
 def _fill(draft: Draft) -> None:
     for phase in draft.config.policy.active_order:
         _take_decodes(draft) if phase == "decode" else _take_prefills(draft)
-    _take_waiting(draft)
+    take_waiting(draft)
 
 
 def _take_decodes(draft: Draft) -> None:
@@ -78,28 +84,3 @@ def _take_prefills(draft: Draft) -> None:
             draft.choose_chunk(slot, count)
         else:
             draft.starved.append((int(slot), wanted))
-
-
-def _take_waiting(draft: Draft) -> None:
-    """Admits from the head of the line; the first who cannot be admitted ends it, so nobody is overtaken."""
-    config = draft.config
-    while draft.tokens_left and draft.rows_left and not (draft.starved or draft.half_done):
-        waiting = draft.waiting.head()
-        if waiting is None or draft.rows[Field.ACTIVE].all():
-            return
-        chunk = config.chunk_limit(waiting.request.num_cells)
-        count = min(waiting.num_tokens, chunk, draft.tokens_left)
-        # A request that was evicted comes back only when all its known tokens fit, so that it gains a token before
-        # it can be a victim again. No block of a first chunk has left a window when the chunk is computed.
-        if waiting.evicted:
-            need = config.most_held(waiting.num_tokens, chunk)
-        else:
-            need = blocks_for(count, config.block_size) * config.num_groups
-        free = draft.pool.num_free
-        margin = 0.0 if draft.is_empty else config.safety_margin
-        if not may_admit(free=free, need=need, num_blocks=config.num_blocks, safety_margin=margin):
-            return
-        slot = draft.admit(waiting)
-        given = draft.take_blocks(slot, draft.blocks_wanted(slot, count))
-        assert given
-        draft.choose_chunk(slot, count)

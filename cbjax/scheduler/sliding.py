@@ -24,5 +24,5 @@ def release_behind_windows(draft: Draft) -> None:
         draft.leave(int(slot), groups, before[:, slot], now[:, slot]) for slot in np.flatnonzero((now > before).any(0))
     ]
     if left:
-        draft.pool = draft.pool.give_back(np.concatenate(left))
+        draft.pool.drop(np.concatenate(left))
     rows[Field.SWEPT] = rows[Field.COMPUTED]

@@ -14,9 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cbjax.scheduler.blocks import MIN_BLOCK_SIZE, BlockPool, blocks_for
+from cbjax.scheduler.blocks import MIN_BLOCK_SIZE, blocks_for
+from cbjax.scheduler.eviction import LRU, EvictionPolicy
 from cbjax.scheduler.groups import Window, most_columns, most_held
 from cbjax.scheduler.policies import Scheduler
+from cbjax.scheduler.pool import BlockPool
+from cbjax.scheduler.prefix import BlockHash, Prefix, blake2b_128
 from cbjax.scheduler.request import Request
 from cbjax.scheduler.waiting import Waiting, WaitingLine
 
@@ -38,6 +41,7 @@ class Field(IntEnum):
     EVICTED = 11  # 1 if it lost its blocks once and has gained no token since
     CHUNK = 12  # tokens of one step, at most
     SWEPT = 13  # COMPUTED when blocks that had left their windows were last released
+    REGISTERED = 14  # table columns that are registered for sharing, or were when they left their window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,9 @@ class SchedulerConfig:
       safety_margin: fraction of the pool below which waiting requests are held back, in [0, 1].
       windows: of each layer group, in tokens, None for a full one; each takes its own blocks from the one pool.
       num_words: sampler words per request.
+      shares_blocks: prompts that begin alike share their full blocks.
+      eviction: which cached block is taken when no blank one is left.
+      block_hash: of a block's content; correctness does not rest on it.
 
     Raises:
       ValueError: a value outside its range.
@@ -67,6 +74,9 @@ class SchedulerConfig:
     safety_margin: float
     windows: tuple[Window, ...] = (None,)
     num_words: int = 1
+    shares_blocks: bool = False
+    eviction: EvictionPolicy = LRU
+    block_hash: BlockHash = blake2b_128
 
     def __post_init__(self) -> None:
         if self.block_size < MIN_BLOCK_SIZE:
@@ -108,6 +118,15 @@ class SchedulerConfig:
         return bisect_right(range(1, whole), self.num_blocks, key=lambda chunk: self.most_held(num_cells, chunk))
 
 
+class TableEntry(NamedTuple):
+    """One entry of the block table."""
+
+    group: int
+    slot: int
+    column: int
+    block: int
+
+
 class Chain(NamedTuple):
     """Blocks of output tokens filled since admission, newest first."""
 
@@ -116,12 +135,16 @@ class Chain(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The part of a row that is not numbers."""
+    """The part of a row that is not numbers.
+
+    `prefix` is the chain of the row's registered columns; None if it registers none.
+    """
 
     request: Request
     history: np.ndarray  # i32[PREFILL], read-only
     chain: Chain | None
     table: np.ndarray  # i32[groups, HELD], read-only; `num_blocks` where the block has left the group's window
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,7 +152,7 @@ class SchedulerState:
     """See the module's docstring.
 
     Attributes:
-      pool: free blocks.
+      pool: who may have which block.
       waiting: who holds nothing.
       rows: i32[fields, slots].
       tail: i32[slots, block_size].
@@ -138,6 +161,8 @@ class SchedulerState:
       records: per slot, None where not taken.
       num_admissions: admissions so far.
       num_in_flight: plans scheduled and not yet applied by `update`.
+      swaps: table entries changed since the last plan, which the next one has to tell.
+      weights_version: of the weights that compute from now on; KV of other weights is never found.
     """
 
     config: SchedulerConfig
@@ -150,6 +175,8 @@ class SchedulerState:
     records: tuple[Record | None, ...]
     num_admissions: int = 0
     num_in_flight: int = 0
+    swaps: tuple[TableEntry, ...] = ()
+    weights_version: int = 0
 
     @property
     def num_active(self) -> int:
@@ -171,7 +198,7 @@ def initial_state(config: SchedulerConfig) -> SchedulerState:
     slots = config.max_requests_per_batch
     return SchedulerState(
         config=config,
-        pool=BlockPool.full(config.num_blocks),
+        pool=BlockPool.full(config.num_blocks, num_groups=config.num_groups, policy=config.eviction),
         waiting=WaitingLine.empty(),
         rows=np.zeros((len(Field), slots), np.int32),
         tail=np.zeros((slots, config.block_size), np.int32),
@@ -221,3 +248,14 @@ def add(state: SchedulerState, request: Request) -> SchedulerState:
 def _in_groups(config: SchedulerConfig) -> str:
     """What a refusal has to add where blocks are not simply tokens over block size."""
     return "" if config.windows == (None,) else f" in each of the layer groups with windows {config.windows}"
+
+
+def renew(state: SchedulerState) -> SchedulerState:
+    """The state once other weights compute: nothing that the old ones computed is ever found.
+
+    Requests that run keep their cells and go on; their blocks are no longer registered.
+    """
+    records = tuple(record and record._replace(prefix=None) for record in state.records)
+    return replace(
+        state, pool=state.pool.without_cache(), records=records, weights_version=state.weights_version + 1
+    )

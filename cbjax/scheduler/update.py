@@ -6,6 +6,7 @@ import numpy as np
 
 from cbjax.scheduler.draft import Draft
 from cbjax.scheduler.plan import Ended, StepOutputs, StepPlan, StepResults
+from cbjax.scheduler.sharing import register
 from cbjax.scheduler.state import Chain, Field, SchedulerState
 
 
@@ -24,6 +25,7 @@ def update(state: SchedulerState, plan: StepPlan, outputs: StepOutputs) -> tuple
     emitted = np.flatnonzero(live & batch.emits & outputs.finite)
     slots, tokens = slot[emitted], outputs.tokens[emitted]
 
+    register(draft, slot[live & outputs.finite], (batch.start + batch.count)[live & outputs.finite])
     stops = (tokens[:, None] == draft.eos[slots]).any(axis=1)
     _append(draft, slots, tokens)
     full = rows[Field.LENGTH, slots] - rows[Field.PROMPT, slots] >= rows[Field.LIMIT, slots]
@@ -43,7 +45,7 @@ def update(state: SchedulerState, plan: StepPlan, outputs: StepOutputs) -> tuple
         logprobs=outputs.logprobs[emitted],
         ended=tuple(ended[i] for i in sorted(ended)),
     )
-    return draft.freeze(num_in_flight=state.num_in_flight - 1), results
+    return draft.freeze(num_in_flight=state.num_in_flight - 1, swaps=draft.swaps), results
 
 
 def _append(draft: Draft, slots: np.ndarray, tokens: np.ndarray) -> None:
@@ -78,4 +80,4 @@ def cancel(state: SchedulerState, uid: int) -> tuple[SchedulerState, bool]:
             return state, False
         draft = Draft(state)
         draft.release(slot)
-    return draft.freeze(num_in_flight=state.num_in_flight), True
+    return draft.freeze(num_in_flight=state.num_in_flight, swaps=draft.swaps), True

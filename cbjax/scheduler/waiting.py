@@ -37,6 +37,11 @@ class Waiting:
         """Tokens to prefill: the prompt and what was generated before."""
         return len(self.request.prompt) + len(self.outputs)
 
+    @property
+    def known(self) -> np.ndarray:
+        """i32[num_tokens], these tokens."""
+        return np.concatenate([self.request.prompt, self.outputs]) if len(self.outputs) else self.request.prompt
+
 
 @dataclass(frozen=True, slots=True)
 class WaitingLine:

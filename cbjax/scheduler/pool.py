@@ -1,0 +1,189 @@
+"""The block pool: who may have which block.
+
+Invariant (conservation): every id in ``range(num_blocks)`` is blank, cached or live, and nothing else, always. Blank:
+nobody holds it and what it holds is nothing. Cached: nobody holds it, and a prefix of tokens can be found in it. Live:
+at least one request holds it; a block that several hold is full, registered and read-only. A multi-block allocation
+that cannot be met changes nothing. The two reserved blocks of the store (``num_blocks`` and ``num_blocks + 1``) are not
+ids of this pool, so no caller can be handed one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from rpds import HashTrieMap
+
+from cbjax.scheduler.eviction import LRU, EvictionOrder, EvictionPolicy
+from cbjax.scheduler.prefix import Prefix
+from cbjax.scheduler.prefix_index import PrefixIndex
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPool:
+    """A value: nothing that it can see is ever written.
+
+    Attributes:
+      blank: i32[num_blocks], of which the first `num_blank` are the blank ids, a stack.
+      cached: the cached blocks, in order.
+      holders: live block -> number of requests that hold it, where that is two or more.
+      index: what registered blocks hold.
+      policy: which cached block is taken when no blank one is left.
+    """
+
+    blank: np.ndarray
+    num_blank: int
+    cached: EvictionOrder
+    holders: HashTrieMap[int, int]
+    index: PrefixIndex
+    policy: EvictionPolicy
+
+    @classmethod
+    def full(cls, num_blocks: int, *, num_groups: int = 1, policy: EvictionPolicy = LRU) -> BlockPool:
+        """All of `num_blocks` ids blank; id 0 is handed out first."""
+        blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        blank.setflags(write=False)
+        empty = EvictionOrder.empty(num_blocks)
+        return cls(blank, num_blocks, empty, HashTrieMap(), PrefixIndex.empty(num_groups), policy)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and that may serve a prompt again."""
+        return self.cached.size
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out: blank and cached ones."""
+        return self.num_blank + self.cached.size
+
+    def free_ids(self) -> np.ndarray:
+        """i32[num_free], the ids that nobody holds."""
+        return np.concatenate([self.blank[: self.num_blank], self.cached.blocks()])
+
+    def take(self, count: int) -> tuple[BlockPool, np.ndarray] | None:
+        """`PoolDraft.take` as a function: the new pool and the ids, or None."""
+        draft = PoolDraft(self)
+        ids = draft.take(count)
+        return None if ids is None else (draft.freeze(), ids)
+
+    def give_back(self, ids: np.ndarray) -> BlockPool:
+        """`PoolDraft.drop` as a function."""
+        draft = PoolDraft(self)
+        draft.drop(ids)
+        return draft.freeze()
+
+    def without_cache(self) -> BlockPool:
+        """The same holders, and nothing can be found any more: cached blocks are blank, live ones unregistered."""
+        draft = PoolDraft(self)
+        for block in self.cached.blocks()[::-1].tolist():
+            draft.forget(block)
+        return replace(draft.freeze(), index=PrefixIndex.empty(len(self.index.found)))
+
+
+class PoolDraft:
+    """A pool that can be written: private copies of what is written first, the rest shared with the pool."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._blank, self._num_blank = pool.blank, pool.num_blank
+        self._cached, self._holders, self.index = pool.cached, pool.holders, pool.index
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out."""
+        return self._num_blank + self._cached.size
+
+    def take(self, count: int) -> np.ndarray | None:
+        """Hands out `count` ids (i32[count], read-only), blank ones first; or None, and then nothing changes."""
+        if count > self.num_free:
+            return None
+        while self._num_blank < count:
+            self.forget(self._pool.policy.victim(self._cached))
+        self._num_blank -= count
+        ids = self._blank[self._num_blank : self._num_blank + count][::-1]
+        if ids.flags.writeable:
+            ids = ids.copy()
+            ids.setflags(write=False)
+        return ids
+
+    def forget(self, block: int) -> None:
+        """Makes a cached block blank."""
+        self._uncache(block)
+        self.index = self.index.remove(block)
+        self._push(np.array([block], np.int32))
+
+    def is_cached(self, block: int) -> bool:
+        """Whether nobody holds the block and something can be found in it."""
+        return block in self._cached
+
+    def pin(self, block: int) -> None:
+        """One holder more of a registered block."""
+        if block in self._cached:
+            self._uncache(block)
+        else:
+            self._holders = self._holders.insert(block, self._holders.get(block, 1) + 1)
+
+    def drop(self, ids: np.ndarray) -> None:
+        """One holder less of each of `ids`, which are in the order of their positions.
+
+        What nobody holds any more is cached if it is registered, else blank; of the blank ones the last is handed out
+        first.
+        """
+        if not self.index.names and not self._holders:
+            self._push(ids)
+            return
+        blank = []
+        in_order = ids.tolist()
+        for block in reversed(in_order) if self._pool.policy.leaf_first else in_order:
+            holders = self._holders.get(block, 1)
+            if holders > 1:
+                left = self._holders
+                self._holders = left.insert(block, holders - 1) if holders > 2 else left.remove(block)
+            elif block in self.index.names:
+                self._cached = self._cached.writable()
+                self._cached.append(block)
+            else:
+                blank.append(block)
+        if self._pool.policy.leaf_first:
+            blank.reverse()
+        self._push(np.array(blank, np.int32))
+
+    def register(self, block: int, group: int, prefix: Prefix) -> int:
+        """Makes a full block that one request holds findable.
+
+        Returns:
+          The block that the request holds now: another one if that had the same content before, and then `block` is
+          blank.
+        """
+        found = self.index.find(group, prefix)
+        if found is None:
+            self.index = self.index.insert(block, group, prefix)
+            return block
+        self.pin(found)
+        self._push(np.array([block], np.int32))
+        return found
+
+    def freeze(self) -> BlockPool:
+        """The pool this draft has come to."""
+        self._blank.setflags(write=False)
+        self._cached.links.setflags(write=False)
+        return replace(
+            self._pool,
+            blank=self._blank,
+            num_blank=self._num_blank,
+            cached=self._cached,
+            holders=self._holders,
+            index=self.index,
+        )
+
+    def _uncache(self, block: int) -> None:
+        self._cached = self._cached.writable()
+        self._cached.remove(block)
+
+    def _push(self, ids: np.ndarray) -> None:
+        if len(ids):
+            if not self._blank.flags.writeable:
+                self._blank = self._blank.copy()
+            end = self._num_blank + len(ids)
+            self._blank[self._num_blank : end] = ids
+            self._num_blank = end
