@@ -31,6 +31,7 @@ from cbjax.scheduler import (
     add,
     cancel,
     initial_state,
+    num_cached,
     renew,
     schedule,
     update,
@@ -61,7 +62,8 @@ class EngineStats:
       steps: by bucket.
       prompt_tokens, cached_tokens: of requests when they were first admitted; those of them found in the prefix cache.
       prefill_tokens, recomputed_tokens: tokens computed that were known; those computed again after a soft reset.
-      soft_resets: requests that lost their blocks.
+      soft_resets, offloads: requests that lost their blocks and their KV; those whose KV went to host memory.
+      offloaded_blocks, restored_blocks: copied to host memory, and back.
       peak_blocks: most blocks held at one time.
     """
 
@@ -71,6 +73,9 @@ class EngineStats:
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     soft_resets: int = 0
+    offloads: int = 0
+    offloaded_blocks: int = 0
+    restored_blocks: int = 0
     peak_blocks: int = 0
 
 
@@ -166,6 +171,11 @@ class Engine:
         add(self.state, Request(uid=-1, prompt=ids, max_new_tokens=limit, eos_token_ids=(), words=_NO_WORDS))
         return ids, limit
 
+    def num_cached(self, prompt: Sequence[int] | np.ndarray) -> int:
+        """Tokens of this prompt that the prefix cache has now. Changes nothing."""
+        ids = np.asarray(prompt, np.int32)
+        return num_cached(self.state, Request(uid=-1, prompt=ids, max_new_tokens=1, eos_token_ids=(), words=_NO_WORDS))
+
     def _limit(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
         """Output tokens after which a request ends with "length"; the model's positions are such an end, too."""
         room = self.max_positions - prompt_tokens
@@ -213,6 +223,10 @@ class Engine:
         batch = plan.batch
         bucket = self.ladder.select(batch)
         descriptor = build(batch, bucket, self.state.config.max_requests_per_batch)
+        for offload in plan.offloads:
+            self.device.offload(offload)
+        for restore in plan.restores:
+            self.device.restore(restore)
         self.device.update_table(plan.table)
         self._in_flight.append((plan, self.device.forward(descriptor, bucket)))
         self._account(plan, bucket)
@@ -237,6 +251,14 @@ class Engine:
             request.num_soft_resets += 1
             request.num_lost_tokens = reset.num_tokens
             stats.soft_resets += 1
+        for offload in plan.offloads:
+            request = self.alive[offload.uid]
+            request.status = RequestStatus.PENDING
+            request.num_offloads += 1
+            request.num_lost_tokens = 0
+            stats.offloads += 1
+            stats.offloaded_blocks += len(offload.blocks)
+        stats.restored_blocks += sum(len(restore.blocks) for restore in plan.restores)
         for admission in plan.admitted:
             self._count_admission(self.alive[admission.uid], admission)
         for uid in batch.uid[~batch.carried].tolist():
@@ -291,11 +313,15 @@ class Engine:
         self, request: RequestState, status: RequestStatus, reason: str, now: float, error: str | None = None
     ) -> None:
         request.end(status, reason, now, error)
+        if request.num_offloads:
+            self.device.discard(request.uid)
         del self.alive[request.uid], self._by_id[request.request_id]
 
     def renew(self) -> None:
         """To be called when other weights compute from now on: no KV of the old ones is found again."""
         self.state = renew(self.state)
+        for uid in self.alive:
+            self.device.discard(uid)
 
     def abort(self, status: RequestStatus, reason: str, error: str | None = None) -> list[RequestState]:
         """Ends every request and forgets what is in flight: after an interrupt, an error, or at close.

@@ -71,7 +71,9 @@ class Job:
     def _warmup(self, progress_bar: bool) -> None:
         max_tokens = max_request_tokens(self.config)
         hints = [hints_of([p], self.lm.max_positions, max_tokens) for p in self.prepared]
-        buckets = reachable_buckets(self.session.resolved, [h for h in hints if h.num_requests])
+        served = [(p, h) for p, h in zip(self.prepared, hints, strict=True) if h.num_requests]
+        cached = self.engine.num_cached(served[0][0].prompt) if len(served) == 1 else 0
+        buckets = reachable_buckets(self.session.resolved, [h for _, h in served], cached=cached)
         start = time.perf_counter()
         self.session.warmup(buckets, progress_bar=progress_bar)
         self.warmup_seconds = time.perf_counter() - start
@@ -116,6 +118,7 @@ class Job:
             warmup_seconds=self.warmup_seconds,
             seconds=seconds,
             scheduler=self.session.resolved.scheduler,
+            block_bytes=self.session.resolved.block_bytes,
         )
 
 

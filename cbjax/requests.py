@@ -37,6 +37,7 @@ class GenerationOutput:
       lifespan: seconds from submission to its first step and to its end; -1.0 where that has not happened.
       timestamps: seconds from submission to each output token.
       num_soft_resets: how often it lost its blocks and was recomputed.
+      num_offloads: how often it lost its blocks and its KV waited in host memory.
       num_cached_tokens: prompt tokens whose KV was found in the prefix cache when it was first admitted.
     """
 
@@ -52,6 +53,7 @@ class GenerationOutput:
     lifespan: tuple[float, float] = (-1.0, -1.0)
     timestamps: list[float] = field(default_factory=list)
     num_soft_resets: int = 0
+    num_offloads: int = 0
     num_cached_tokens: int = 0
 
     def is_finished(self) -> bool:
@@ -73,7 +75,7 @@ class RequestState:
       prompt: i32[prompt tokens].
       max_new_tokens: output tokens at most, the model's positions already considered.
       wants_logprobs: whether `logprobs` is filled.
-      num_lost_tokens: tokens whose KV it lost at its last soft reset.
+      num_lost_tokens: tokens whose KV it lost when it was evicted last.
       created, started, ended: seconds on the engine's clock; None where that has not happened.
       The others: as in `GenerationOutput`.
     """
@@ -94,6 +96,7 @@ class RequestState:
     error: str | None = None
     finish_reason: str | None = None
     num_soft_resets: int = 0
+    num_offloads: int = 0
     num_cached_tokens: int = 0
     num_lost_tokens: int = 0
 
@@ -117,6 +120,7 @@ class RequestState:
             lifespan=(self._since(self.started), self._since(self.ended)),
             timestamps=list(self.timestamps),
             num_soft_resets=self.num_soft_resets,
+            num_offloads=self.num_offloads,
             num_cached_tokens=self.num_cached_tokens,
         )
 

@@ -77,6 +77,11 @@ class ResolvedConfig:
     num_bytes: int
     decisions: tuple[Decision, ...]
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all arrays of the store."""
+        return self.num_bytes // (self.scheduler.num_blocks + NUM_RESERVED_BLOCKS)
+
     def report(self) -> str:
         """A table of what was asked and what is used; whatever was asked for and not given stands here."""
         rows = [("setting", "asked", "used", "why")]

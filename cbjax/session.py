@@ -166,11 +166,14 @@ def _power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def reachable_buckets(resolved: ResolvedConfig, requests: Sequence[WorkloadHints]) -> tuple[Bucket, ...]:
+def reachable_buckets(
+    resolved: ResolvedConfig, requests: Sequence[WorkloadHints], *, cached: int = 0
+) -> tuple[Bucket, ...]:
     """Buckets that a job can come to need.
 
     Args:
       requests: lengths of each request, on its own.
+      cached: tokens that the prefix cache has of a single request.
     """
     ladder, scheduler = resolved.ladder, resolved.scheduler
     if not requests:
@@ -178,7 +181,7 @@ def reachable_buckets(resolved: ResolvedConfig, requests: Sequence[WorkloadHints
     if len(requests) == 1:
         prompt, generated = requests[0].max_prompt_length, requests[0].max_generated_length
         chunk = scheduler.chunk_limit(prompt + max(0, generated - 1))
-        return ladder.reachable_alone(prompt, generated, chunk)
+        return ladder.reachable_alone(prompt - cached, generated, chunk)
     prompts = sum(hints.max_prompt_length for hints in requests)
     cells = [hints.max_prompt_length + hints.max_generated_length for hints in requests]
     # What was generated is prefilled again only if somebody can be soft-reset.

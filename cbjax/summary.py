@@ -29,6 +29,7 @@ class RunSummary:
       cached_tokens: prompt tokens found in the prefix cache.
       why_uncached: why none could be found, if that is so.
       soft_resets, recomputed_tokens: what pressure cost.
+      offloads, copied_bytes: evictions whose KV went to host memory instead; bytes copied there and back.
     """
 
     requests: dict[str, int]
@@ -46,6 +47,8 @@ class RunSummary:
     why_uncached: str | None
     soft_resets: int
     recomputed_tokens: int
+    offloads: int
+    copied_bytes: int
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,7 +61,11 @@ class RunSummary:
         if self.first_token:
             first = f"{self.first_token[0]:.2f} s median, {self.first_token[1]:.2f} s at most"
         compiled = f"{self.compiled} in {self.compile_seconds:.1f} s: {', '.join(self.programs)}"
-        pressure = f"{self.soft_resets} soft resets, {self.recomputed_tokens} tokens computed again"
+        pressure = [f"{self.soft_resets} soft resets, {self.recomputed_tokens} tokens computed again"] * (
+            self.soft_resets > 0
+        )
+        if self.offloads:
+            pressure.append(f"{self.offloads} offloads, {self.copied_bytes / 2**20:.1f} MiB copied")
         why = self.why_uncached or ""
         return [
             ("requests", ", ".join(f"{count} {name}" for name, count in self.requests.items()) or "none"),
@@ -69,7 +76,7 @@ class RunSummary:
             ("programs compiled", compiled if self.compiled else "0"),
             ("blocks", f"{self.peak_blocks} of {self.num_blocks} used at most"),
             ("prefix cache", f"{self.cached_tokens} prompt tokens found" + (why and f": {why}")),
-            ("KV pressure", pressure if self.soft_resets else "none"),
+            ("KV pressure", "; ".join(pressure) or "none"),
         ]
 
     def __str__(self) -> str:
@@ -85,9 +92,10 @@ def summarize(
     *,
     seconds: float,
     scheduler: SchedulerConfig,
+    block_bytes: int,
     warmup_seconds: float = 0.0,
 ) -> RunSummary:
-    """The summary of one call, from what it returned and the engine's counts over it."""
+    """The summary of one call, from what it returned and the engine's counts over it; `block_bytes` of one KV block."""
     outputs, programs = list(outputs), list(programs)
     first = [output.timestamps[0] for output in outputs if output.timestamps]
     kinds: Counter[str] = Counter()
@@ -110,6 +118,8 @@ def summarize(
         why_uncached=_why_uncached(outputs, scheduler),
         soft_resets=stats.soft_resets,
         recomputed_tokens=stats.recomputed_tokens,
+        offloads=stats.offloads,
+        copied_bytes=(stats.offloaded_blocks + stats.restored_blocks) * block_bytes,
     )
 
 

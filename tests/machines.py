@@ -128,7 +128,8 @@ class Loop:
       outputs: tokens delivered, by uid.
       ended: by uid; asserted to come once, with no token after it.
       cached: by uid, tokens found in the prefix cache at each of its admissions.
-      resets: by uid, the number of tokens the request had at each of its soft resets.
+      resets: by uid, the number of tokens the request had each time it was evicted.
+      num_offloads: times that an evicted request kept its KV in host memory.
       num_drains: times that pressure had to wait for the steps in flight.
       inputs: what the scheduler was given, in order: ("add", request), ("cancel", uid), ("schedule", None) or
         ("update", outputs).
@@ -148,7 +149,7 @@ class Loop:
         self.cancelled: set[int] = set()
         self.resets: defaultdict[int, list[int]] = defaultdict(list)
         self.cached: defaultdict[int, list[int]] = defaultdict(list)
-        self.num_drains = 0
+        self.num_drains = self.num_offloads = 0
         self.inputs: list[tuple[str, Any]] = []
 
     def add(self, prompt: int | Sequence[int], max_new_tokens: int, eos: tuple[int, ...] = ()) -> int:
@@ -168,6 +169,7 @@ class Loop:
         assert found == alive
         if found:
             self.cancelled.add(uid)
+            self.device.discard(uid)
         else:
             assert state is self.state
         self._become(state)
@@ -179,25 +181,31 @@ class Loop:
         plan, state = schedule(self.state)
         if plan.is_empty:
             assert state is self.state
-            assert not plan.soft_resets
+            assert plan.soft_resets == plan.offloads == plan.restores == plan.admitted == ()
             assert not len(plan.table)
             assert not plan.drain or self.in_flight
             self.num_drains += plan.drain
             return plan
         self._become(state)
-        for reset in plan.soft_resets:
+        for victim in (*plan.soft_resets, *plan.offloads):
             assert not self.in_flight, "victims chosen with a step in flight"
-            assert reset.uid not in plan.batch.uid, "a victim runs in the step that it made room for"
-            self.resets[reset.uid].append(len(self.outputs[reset.uid]))
+            assert victim.uid not in plan.batch.uid, "a victim runs in the step that it made room for"
+            self.resets[victim.uid].append(len(self.outputs[victim.uid]))
+        self.num_offloads += len(plan.offloads)
         for uid, incarnation in zip(plan.batch.uid.tolist(), plan.batch.incarnation.tolist(), strict=True):
             assert incarnation == len(self.resets[uid]), "a row does not say since which admission it runs"
         for admission in plan.admitted:
             self.cached[admission.uid].append(admission.num_cached)
             row = plan.batch.uid.tolist().index(admission.uid)
-            assert plan.batch.start[row] == admission.num_cached, "what was found is computed again, or more is skipped"
+            held = admission.num_cached + admission.num_restored
+            assert plan.batch.start[row] == held, "what is held is computed again, or more is skipped"
         bucket = self.ladder.select(plan.batch)
         descriptor = build(plan.batch, bucket, self.config.max_requests_per_batch)
         assert unpad(descriptor) == plan.batch
+        for offload in plan.offloads:
+            self.device.offload(offload)
+        for restore in plan.restores:
+            self.device.restore(restore)
         self.device.update_table(plan.table)
         self._verify_table()
         answer = self.device.forward(descriptor, bucket)
@@ -250,6 +258,8 @@ class Loop:
         """Every request ended once, for the right reason, with its solo run's tokens; nothing is held."""
         assert self.state.is_idle, "requests are left"
         assert self.state.pool.num_free == self.config.num_blocks
+        assert not self.device.copies
+        assert self.state.host_used == 0
         assert self.ended.keys() | self.cancelled == self.requests.keys()
         assert not self.ended.keys() & self.cancelled
         for uid, request in self.requests.items():

@@ -113,7 +113,12 @@ class HashLM(ContinuousMixin):
         )
         resolved = SimpleNamespace(scheduler=config, ladder=ladder)
         return SimpleNamespace(
-            engine=engine, device=device, resolved=resolved, warmup=lambda *a, **k: [], close=lambda: None
+            engine=engine,
+            device=device,
+            resolved=resolved,
+            use=lambda params: None,
+            warmup=lambda *a, **k: [],
+            close=lambda: None,
         )
 
 

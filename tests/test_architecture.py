@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "job": {"config", "engine", "inputs", "requests", "sampling", "session", "submission", "summary"},
     "manager": {"config", "engine", "inputs", "requests", "sampling", "session", "strict", "submission", "text"},
     "submission": {"engine", "inputs", "requests"},
-    "summary": {"descriptor", "engine", "programs", "requests"},
+    "summary": {"descriptor", "engine", "programs", "requests", "scheduler"},
     "session": {
         "attention",
         "cache",

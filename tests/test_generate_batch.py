@@ -176,6 +176,7 @@ def test_the_summary_counts_what_was_done(lm):
         "steps",
         "programs compiled",
         "blocks",
+        "prefix cache",
         "KV pressure",
     ]
 

@@ -281,7 +281,6 @@ def test_invariant_8_the_report_shows_what_was_asked_and_what_is_used():
 
 
 ASKED_AND_NOT_GIVEN = {
-    "allow_block_sharing": ({"allow_block_sharing": True}, False),
     "max_requests_per_batch": ({"max_requests_per_batch": 2000, "max_batch_tokens": 64}, 64),
 }
 

@@ -14,6 +14,7 @@ BATCHING = ContinuousBatchingConfig(
     max_blocks_per_request=64,
     max_batch_tokens=64,
     max_requests_per_batch=8,
+    allow_block_sharing=False,  # every call computes its prompts anew
     compilation_cache=False,
 )
 

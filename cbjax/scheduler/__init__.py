@@ -1,5 +1,6 @@
 """The pure scheduler: no jax, no clock, no globals. ``schedule`` and ``update`` are functions of their arguments."""
 
+from cbjax.scheduler.admission import num_cached as num_cached
 from cbjax.scheduler.blocks import MIN_BLOCK_SIZE as MIN_BLOCK_SIZE
 from cbjax.scheduler.blocks import NUM_RESERVED_BLOCKS as NUM_RESERVED_BLOCKS
 from cbjax.scheduler.blocks import blocks_for as blocks_for
@@ -18,6 +19,8 @@ from cbjax.scheduler.groups import most_held as most_held
 from cbjax.scheduler.plan import Admission as Admission
 from cbjax.scheduler.plan import Batch as Batch
 from cbjax.scheduler.plan import Ended as Ended
+from cbjax.scheduler.plan import Offload as Offload
+from cbjax.scheduler.plan import Restore as Restore
 from cbjax.scheduler.plan import SoftReset as SoftReset
 from cbjax.scheduler.plan import StepOutputs as StepOutputs
 from cbjax.scheduler.plan import StepPlan as StepPlan

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from cbjax.scheduler.blocks import blocks_for, may_admit
 from cbjax.scheduler.draft import Draft
 from cbjax.scheduler.groups import most_held
+from cbjax.scheduler.request import Request
 from cbjax.scheduler.sharing import Hit, find
-from cbjax.scheduler.state import Field
+from cbjax.scheduler.state import Field, SchedulerState
 from cbjax.scheduler.waiting import Waiting
+
+
+def num_cached(state: SchedulerState, request: Request) -> int:
+    """Tokens of a request's prompt that would be found if it were admitted now."""
+    waiting = Waiting(request=request, outputs=np.empty(0, np.int32))
+    return find(Draft(state), waiting).num_columns * state.config.block_size
 
 
 def take_waiting(draft: Draft) -> None:
@@ -26,9 +35,13 @@ def _admit(draft: Draft, waiting: Waiting) -> bool:
         return False
     hit = find(draft, waiting)
     chunk = config.chunk_limit(waiting.request.num_cells)
-    cached = hit.num_columns * config.block_size
-    count = min(waiting.num_tokens - cached, chunk, draft.tokens_left)
-    need = (blocks_for(cached + count, config.block_size) - hit.num_columns) * config.num_groups
+    cells, restored = hit.num_columns * config.block_size, 0
+    if waiting.saved is not None:
+        restored = int((waiting.saved.restored(hit.num_columns, config.windows, config.block_size) >= 0).sum())
+        cells = max(cells, waiting.saved.num_cells)
+    count = min(waiting.num_tokens - cells, chunk, draft.tokens_left)
+    more = blocks_for(cells + count, config.block_size) - blocks_for(cells, config.block_size)
+    need = restored + more * config.num_groups
     # One that was evicted comes back only when all its known tokens fit, so that it gains a token before it can be a
     # victim again. No block of a first chunk has left a window when the chunk is computed.
     if waiting.evicted:
@@ -37,7 +50,7 @@ def _admit(draft: Draft, waiting: Waiting) -> bool:
     if not may_admit(free=free, need=need, num_blocks=config.num_blocks, safety_margin=margin):
         return False
     slot = draft.admit(waiting, hit)
-    given = draft.take_blocks(slot, draft.blocks_wanted(slot, cached + count))
+    given = draft.take_blocks(slot, draft.blocks_wanted(slot, cells + count))
     assert given
     draft.choose_chunk(slot, count)
     return True

@@ -60,7 +60,7 @@ def _check_index(state: SchedulerState) -> None:
             full = int(state.rows[Field.COMPUTED, slot]) // block_size
             unfinished = record.table[:, full:].ravel().tolist()
             assert not any(block in pool.holders for block in unfinished), "a block that is written to is shared"
-            assert not any(block in pool.index.names for block in unfinished), "a block that is written to is registered"
+            assert not any(block in pool.index.names for block in unfinished), "a registered block is written to"
 
 
 def _check_order(order: EvictionOrder) -> None:
@@ -77,6 +77,9 @@ def _check_waiting(state: SchedulerState) -> None:
     active = state.rows[Field.UID, state.rows[Field.ACTIVE] == 1].tolist()
     assert len(waiting) == len(state.waiting), "the waiting line lost or doubled an entry"
     assert len(set(waiting + active)) == len(waiting) + len(active), "a request is in two places"
+    saved = [entry.saved for entry in state.waiting if entry.saved is not None]
+    assert sum(copy.num_blocks for copy in saved) == state.host_used, "host memory is not what the copies take"
+    assert state.host_used <= state.config.host_blocks, "more is offloaded than there is room for"
 
 
 def _check_row(state: SchedulerState, slot: int) -> None:
@@ -99,7 +102,8 @@ def _check_row(state: SchedulerState, slot: int) -> None:
     assert row[Field.REGISTERED] * state.config.block_size <= row[Field.COMPUTED], "an unfinished block is registered"
     for entry in state.swaps:
         held = state.records[entry.slot]
-        assert held is not None and held.table[entry.group, entry.column] == entry.block, "a swap that is not so"
+        assert held is not None, "a swap in a slot that is free"
+        assert held.table[entry.group, entry.column] == entry.block, "a swap that is not so"
 
 
 def _check_windows(state: SchedulerState, slot: int) -> None:

@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from cbjax.scheduler.blocks import blocks_for
-from cbjax.scheduler.plan import Admission, Batch, TableDelta
+from cbjax.scheduler.plan import Admission, Batch, Restore, TableDelta
 from cbjax.scheduler.pool import PoolDraft
 from cbjax.scheduler.sharing import Hit
 from cbjax.scheduler.state import Field, Record, SchedulerState, TableEntry
-from cbjax.scheduler.waiting import Waiting
+from cbjax.scheduler.waiting import Saved, Waiting
 
 
 class Draft:
@@ -27,6 +27,8 @@ class Draft:
       chosen: slots of the step's rows, in order; `count` their tokens.
       half_done: a prefill of this step leaves known tokens to compute, so nobody is admitted beside it.
       pool: the blocks; written in place.
+      host_used: blocks in host memory.
+      restores: what comes back from there.
       admitted: who was admitted.
       swaps: entries changed before this step that the device has not been told.
     """
@@ -45,6 +47,8 @@ class Draft:
         self.chosen: list[np.ndarray] = []
         self.count: list[np.ndarray] = []
         self.half_done = False
+        self.host_used = state.host_used
+        self.restores: list[Restore] = []
         self.admitted: list[Admission] = []
         self.swaps = list(state.swaps)
         self._grown: list[tuple[int, int, np.ndarray]] = []  # slot, first column, i32[groups, new]
@@ -144,7 +148,10 @@ class Draft:
         self.tokens_left -= int(count.sum())
 
     def admit(self, waiting: Waiting, hit: Hit) -> int:
-        """Moves the head of the line into a free slot, which holds the blocks that were found; returns the slot."""
+        """Moves the head of the line into a free slot, which holds the blocks that were found; returns the slot.
+
+        A copy in host memory is to come back (`restore`).
+        """
         request, length = waiting.request, waiting.num_tokens
         slot = int(np.argmin(self.rows[Field.ACTIVE]))
         assert not self.rows[Field.ACTIVE, slot]
@@ -180,10 +187,35 @@ class Draft:
             for block in hit.table[hit.table < self.config.num_blocks].tolist():
                 self.pool.pin(block)
             self.grow(slot, hit.table.ravel())
+        restored = 0 if waiting.saved is None else self._restore(slot, waiting.saved)
         self.admitted.append(
-            Admission(uid=request.uid, slot=slot, incarnation=waiting.incarnation, num_cached=cached)
+            Admission(
+                uid=request.uid,
+                slot=slot,
+                incarnation=waiting.incarnation,
+                num_cached=cached,
+                num_restored=restored,
+            )
         )
         return slot
+
+    def _restore(self, slot: int, saved: Saved) -> int:
+        """Brings back what was saved beyond what was found, into new blocks; returns the tokens that came back."""
+        rows, config = self.rows, self.config
+        found, cells = int(rows[Field.HELD, slot]), saved.num_cells
+        index = saved.restored(found, config.windows, config.block_size)
+        wanted = index >= 0
+        blocks = self.pool.take(int(wanted.sum()))
+        assert blocks is not None
+        restored = max(0, cells - found * config.block_size)
+        if restored:
+            new = np.full(index.shape, config.num_blocks, np.int32)
+            new[wanted] = blocks
+            self.grow(slot, new.ravel())
+            rows[Field.COMPUTED, slot] = rows[Field.SWEPT, slot] = cells
+        self.restores.append(Restore(uid=int(rows[Field.UID, slot]), index=index[wanted], blocks=blocks))
+        self.host_used -= saved.num_blocks
+        return restored
 
     def _write_settings(self, slot: int, words: np.ndarray, eos: tuple[int, ...]) -> None:
         self.words = _writable(self.words, self.state.words)
@@ -223,6 +255,7 @@ class Draft:
             records=tuple(self.records),
             num_admissions=self.num_admissions,
             num_in_flight=num_in_flight,
+            host_used=self.host_used,
             swaps=tuple(swaps),
         )
 

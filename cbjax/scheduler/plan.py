@@ -132,12 +132,14 @@ class Admission:
       uid, slot: who, and where its state lies from now on.
       incarnation: how many times it was admitted before.
       num_cached: tokens whose KV was found in registered blocks and is not computed again.
+      num_restored: tokens after those whose KV came back from host memory.
     """
 
     uid: int
     slot: int
     incarnation: int
     num_cached: int
+    num_restored: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,7 +149,9 @@ class StepPlan:
     Attributes:
       batch: the rows; none if nothing can run.
       table: changed block-table entries.
-      soft_resets: victims, in the order in which they were chosen.
+      soft_resets: victims whose KV is dropped, in the order in which they were chosen.
+      offloads: victims whose blocks go to host memory first.
+      restores: what comes back from there, after that and before the batch.
       admitted: who was admitted, in order.
       num_starved: active requests that got no block in this step.
       drain: nothing was decided, since pressure must be decided with every token known: finish the steps in
@@ -157,6 +161,8 @@ class StepPlan:
     batch: Batch
     table: TableDelta
     soft_resets: tuple[SoftReset, ...] = ()
+    offloads: tuple[Offload, ...] = ()
+    restores: tuple[Restore, ...] = ()
     admitted: tuple[Admission, ...] = ()
     num_starved: int = 0
     drain: bool = False

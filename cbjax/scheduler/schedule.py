@@ -12,7 +12,7 @@ import numpy as np
 from cbjax.scheduler.admission import take_waiting
 from cbjax.scheduler.draft import Draft
 from cbjax.scheduler.plan import StepPlan, TableDelta
-from cbjax.scheduler.pressure import relieve
+from cbjax.scheduler.pressure import Victims, relieve
 from cbjax.scheduler.sliding import release_behind_windows
 from cbjax.scheduler.state import Field, SchedulerState
 
@@ -27,11 +27,11 @@ def schedule(state: SchedulerState) -> tuple[StepPlan, SchedulerState]:
     draft = Draft(state)
     release_behind_windows(draft)
     _fill(draft)
-    resets = ()
+    victims = Victims()
     if draft.is_empty and draft.starved:
         if state.num_in_flight:
             return StepPlan(batch=draft.batch(), table=TableDelta.empty(), drain=True), state
-        resets = relieve(draft)
+        victims = relieve(draft)
         draft.starved.clear()
         _fill(draft)
         assert not draft.is_empty, "pressure was relieved and still nothing can run"
@@ -41,7 +41,9 @@ def schedule(state: SchedulerState) -> tuple[StepPlan, SchedulerState]:
     plan = StepPlan(
         batch=batch,
         table=draft.table_delta(),
-        soft_resets=resets,
+        soft_resets=victims.soft_resets,
+        offloads=victims.offloads,
+        restores=tuple(draft.restores),
         admitted=tuple(draft.admitted),
         num_starved=len(draft.starved),
     )

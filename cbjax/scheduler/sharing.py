@@ -46,8 +46,9 @@ def find(draft: Draft, waiting: Waiting) -> Hit:
     chain, table = _registered(draft, waiting)
     columns = _usable(table, config.windows, config.block_size, config.num_blocks)
     table = table[:, :columns].copy()
+    cells = max(columns * config.block_size, 0 if waiting.saved is None else waiting.saved.num_cells)
     for group, window in enumerate(config.windows):
-        table[group, : first_column(columns * config.block_size, window, config.block_size)] = config.num_blocks
+        table[group, : first_column(cells, window, config.block_size)] = config.num_blocks
     unheld = tuple(sum(draft.pool.is_cached(block) for block in row if block < config.num_blocks) for row in table)
     return Hit(table, unheld, chain[columns])
 
@@ -55,8 +56,8 @@ def find(draft: Draft, waiting: Waiting) -> Hit:
 def _registered(draft: Draft, waiting: Waiting) -> tuple[list[Prefix], np.ndarray]:
     """The chain of a request's full blocks, and the blocks registered for it; `num_blocks` where there is none.
 
-    Goes on as long as every full group has its block. The chain is made of registered values where there are any: chains
-    that share them are compared in no time.
+    Goes on as long as every full group has its block. The chain is made of registered values where there are any, since
+    chains that share them are compared in no time.
     """
     config, index = draft.config, draft.pool.index
     known, block_size = waiting.known, config.block_size

@@ -57,6 +57,7 @@ class SchedulerConfig:
       safety_margin: fraction of the pool below which waiting requests are held back, in [0, 1].
       windows: of each layer group, in tokens, None for a full one; each takes its own blocks from the one pool.
       num_words: sampler words per request.
+      host_blocks: blocks whose content host memory has room for; 0: who loses blocks is recomputed.
       shares_blocks: prompts that begin alike share their full blocks.
       eviction: which cached block is taken when no blank one is left.
       block_hash: of a block's content; correctness does not rest on it.
@@ -74,6 +75,7 @@ class SchedulerConfig:
     safety_margin: float
     windows: tuple[Window, ...] = (None,)
     num_words: int = 1
+    host_blocks: int = 0
     shares_blocks: bool = False
     eviction: EvictionPolicy = LRU
     block_hash: BlockHash = blake2b_128
@@ -86,6 +88,8 @@ class SchedulerConfig:
         for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.host_blocks < 0:
+            raise ValueError(f"host_blocks must be at least 0; got {self.host_blocks}")
         if not self.windows or any(window is not None and window < 1 for window in self.windows):
             raise ValueError(f"windows has one entry per layer group, at least 1 token or None; got {self.windows}")
 
@@ -162,6 +166,7 @@ class SchedulerState:
       num_admissions: admissions so far.
       num_in_flight: plans scheduled and not yet applied by `update`.
       swaps: table entries changed since the last plan, which the next one has to tell.
+      host_used: blocks in host memory.
       weights_version: of the weights that compute from now on; KV of other weights is never found.
     """
 
@@ -176,6 +181,7 @@ class SchedulerState:
     num_admissions: int = 0
     num_in_flight: int = 0
     swaps: tuple[TableEntry, ...] = ()
+    host_used: int = 0
     weights_version: int = 0
 
     @property
@@ -253,9 +259,15 @@ def _in_groups(config: SchedulerConfig) -> str:
 def renew(state: SchedulerState) -> SchedulerState:
     """The state once other weights compute: nothing that the old ones computed is ever found.
 
-    Requests that run keep their cells and go on; their blocks are no longer registered.
+    Requests that run keep their cells and go on; their blocks are no longer registered. Copies in host memory are
+    dropped, so their requests are recomputed.
     """
     records = tuple(record and record._replace(prefix=None) for record in state.records)
     return replace(
-        state, pool=state.pool.without_cache(), records=records, weights_version=state.weights_version + 1
+        state,
+        pool=state.pool.without_cache(),
+        waiting=state.waiting.without_saved(),
+        records=records,
+        host_used=0,
+        weights_version=state.weights_version + 1,
     )

@@ -73,6 +73,8 @@ def cancel(state: SchedulerState, uid: int) -> tuple[SchedulerState, bool]:
     """
     if uid in state.waiting:
         draft = Draft(state)
+        saved = draft.waiting.entries[uid].saved
+        draft.host_used -= 0 if saved is None else saved.num_blocks
         draft.waiting = draft.waiting.remove(uid)
     else:
         slot = state.slot_of(uid)

@@ -67,6 +67,7 @@ class HistoryHashDevice:
         self.history = np.zeros(num_cells, np.uint64)
         self.table = np.full((len(self.windows), num_slots + 1, max_blocks), num_blocks, np.int32)
         self.last_token = np.zeros(num_slots + 1, np.int32)
+        self.copies = {}
 
     def update_table(self, delta: TableDelta) -> None:
         """Writes block-table entries."""
@@ -93,6 +94,20 @@ class HistoryHashDevice:
         return StepOutputs(
             tokens=answers, logprobs=np.zeros(rows_of_bucket, np.float32), finite=np.ones(rows_of_bucket, bool)
         )
+
+    def offload(self, offload) -> None:
+        assert offload.uid not in self.copies, "offloaded twice"
+        where = offload.blocks[:, None] * self.block_size + np.arange(self.block_size)
+        self.copies[offload.uid] = self.cells[:, where], self.history[where]
+
+    def restore(self, restore) -> None:
+        cells, history = self.copies.pop(restore.uid)
+        where = restore.blocks[:, None] * self.block_size + np.arange(self.block_size)
+        self.cells[:, where] = cells[:, restore.index]
+        self.history[where] = history[restore.index]
+
+    def discard(self, uid: int) -> None:
+        self.copies.pop(uid, None)
 
     def recover(self) -> None:
         """Nothing is ever lost here."""
