@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 max_batch_tokens=MAX_BATCH_TOKENS,
                 max_requests_per_batch=max(args.rows),
                 safety_margin=0.0,
+                allow_block_sharing=False,  # waves repeat their prompts
             )
             sessions[blocks] = Session(lm, config, hints)
         for rows in args.rows:

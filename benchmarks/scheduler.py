@@ -1,6 +1,8 @@
 """Microseconds a step costs on the host: schedule, build and update, with no model and answers made up.
 
-The pool has 65,536 blocks of 16 tokens. As many requests run as there are rows, and whenever one ends another is
+The pool has 65,536 blocks of 16 tokens. Prefix caching is on and every block is cached when it starts, with a chain of
+tokens that no prompt begins with, so that each block that is taken has to be found, forgotten and registered anew.
+`--no-sharing` measures without. As many requests run as there are rows, and whenever one ends another is
 submitted, so that the number waiting stays as it is. Prompts have 16 to 127 tokens and 64 to 448 are generated for
 each: in a step a sixteenth of the rows gains a block, and one to three rows end and are replaced. Submitting is not
 counted. Numbers of waiting requests take turns, so that a drifting machine affects all alike.
@@ -12,6 +14,7 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from cbjax.descriptor import build
 from cbjax.ladder import make_ladder
 from cbjax.sampling import NUM_WORDS, SamplingParams
 from cbjax.scheduler import (
+    BlockPool,
     Request,
     SchedulerConfig,
     StepOutputs,
@@ -29,6 +33,8 @@ from cbjax.scheduler import (
     scheduler_named,
     update,
 )
+from cbjax.scheduler.pool import PoolDraft
+from cbjax.scheduler.prefix import blake2b_128, root
 
 PARTS = ("schedule", "build", "update")
 LIMIT_US = 1000.0
@@ -44,7 +50,7 @@ class Simulation:
       seconds: by part, one value per step measured.
     """
 
-    def __init__(self, running: int, waiting: int) -> None:
+    def __init__(self, running: int, waiting: int, *, shares: bool = True) -> None:
         self.config = SchedulerConfig(
             policy=scheduler_named("fifo"),
             num_blocks=65_536,
@@ -54,9 +60,12 @@ class Simulation:
             max_blocks_per_request=64,
             safety_margin=0.15,
             num_words=NUM_WORDS,
+            shares_blocks=shares,
         )
         self.ladder = make_ladder(max_batch_tokens=self.config.max_batch_tokens, max_rows=running)
         self.state = initial_state(self.config)
+        if shares:
+            self.state = replace(self.state, pool=all_cached(self.state.pool))
         self.seconds: dict[str, list[float]] = {part: [] for part in PARTS}
         self._uids = itertools.count()
         self._rng = np.random.default_rng(0)
@@ -104,9 +113,26 @@ class Simulation:
         return scheduled - start, built - scheduled, updated - answered
 
 
-def measure(running: int, waiting: Sequence[int], steps: int, warm_up: int) -> dict[str, report.Figure]:
+def all_cached(pool: BlockPool) -> BlockPool:
+    """The pool with every blank block registered and given up, in chains of 64."""
+    draft = PoolDraft(pool)
+    blocks = draft.take(pool.num_blank)
+    assert blocks is not None
+    prefix = start = root(b"", 0, blake2b_128)
+    for i, block in enumerate(blocks.tolist()):
+        if i % 64 == 0:
+            prefix = start
+        prefix = prefix.extend(np.full(16, -1 - i, np.int32), blake2b_128)
+        draft.register(block, 0, prefix)
+    draft.drop(blocks)
+    return draft.freeze()
+
+
+def measure(
+    running: int, waiting: Sequence[int], steps: int, warm_up: int, *, shares: bool
+) -> dict[str, report.Figure]:
     """Figures of one number of rows, by number waiting and part."""
-    simulations = {count: Simulation(running, count) for count in waiting}
+    simulations = {count: Simulation(running, count, shares=shares) for count in waiting}
     for simulation in simulations.values():
         simulation.run(warm_up, measure=False)
     for _ in range(max(1, steps // TURN)):
@@ -131,13 +157,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--running", type=int, nargs="+", default=[64, 256, 512], help="rows (default 64 256 512)")
     options.add_argument("--waiting", type=int, nargs="+", default=[0, 1000, 100_000], help="default 0 1000 100000")
     options.add_argument("--steps", type=int, default=2000, help="measured steps of each (default 2000, --quick 100)")
+    options.add_argument("--no-sharing", action="store_true", help="without prefix caching")
     args = options.parse_args(argv)
     steps, warm_up = (100, 20) if args.quick else (args.steps, 300)
 
     figures: dict[str, report.Figure] = {}
     limits = {}
     for running in args.running:
-        figures |= measure(running, args.waiting, steps, warm_up)
+        figures |= measure(running, args.waiting, steps, warm_up, shares=not args.no_sharing)
         totals = [figures[figure_name(running, waiting, "total")]["median"] for waiting in args.waiting]
         flat = f"{running:,} running, most against fewest waiting"
         figures[flat] = report.spread([totals[-1] / totals[0]], "ratio")

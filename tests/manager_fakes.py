@@ -111,7 +111,7 @@ class HashLM(ContinuousMixin):
         engine = Engine(
             device, config, ladder, vocab_size=VOCAB_SIZE, max_positions=self.max_positions, depth=self.depth
         )
-        resolved = SimpleNamespace(scheduler=config, ladder=ladder)
+        resolved = SimpleNamespace(scheduler=config, ladder=ladder, block_bytes=1)
         return SimpleNamespace(
             engine=engine,
             device=device,

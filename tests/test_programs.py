@@ -185,7 +185,7 @@ def test_invariant_7_what_many_prompts_reach_covers_what_they_use(seed):
 
 def test_invariant_7_soft_resets_prefill_again_and_that_is_reachable_too():
     # Prompts of 70 tokens in all fit 128; with their outputs the evicted need more.
-    reachable, used, resets = run([[1] * 7] * 10, [60] * 10, max_batch_tokens=512, num_blocks=40)
+    reachable, used, resets = run([[i] * 7 for i in range(10)], [60] * 10, max_batch_tokens=512, num_blocks=40)
     assert resets > 0
     assert used <= reachable
     assert max(bucket.tokens for bucket in reachable) == 512

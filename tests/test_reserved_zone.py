@@ -18,7 +18,8 @@ GREEDY = GenerationConfig(max_new_tokens=6, eos_token_id=-1)
 
 def batching(**settings):
     pool = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "max_blocks_per_request": 64}
-    step = {"max_batch_tokens": 64, "max_requests_per_batch": 8}
+    # Calls repeat their prompts, and every one is to be computed.
+    step = {"max_batch_tokens": 64, "max_requests_per_batch": 8, "allow_block_sharing": False}
     return ContinuousBatchingConfig(**(pool | step | {"return_logprobs": True, "compilation_cache": False} | settings))
 
 

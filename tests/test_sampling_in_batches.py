@@ -21,7 +21,8 @@ UNSEEDED = dataclasses.replace(SEEDED, seed=None)
 
 def batching(**settings):
     pool = {"block_size": 4, "num_blocks": 64, "max_blocks_per_request": 64}
-    step = {"max_batch_tokens": 64, "max_requests_per_batch": 8}
+    # Calls repeat their prompts, and every one is to be computed.
+    step = {"max_batch_tokens": 64, "max_requests_per_batch": 8, "allow_block_sharing": False}
     return ContinuousBatchingConfig(**(pool | step | {"return_logprobs": True, "compilation_cache": False} | settings))
 
 

@@ -72,6 +72,7 @@ def batching(num_blocks: int, budget: int, columns: int = 8) -> ContinuousBatchi
         max_requests_per_batch=min(budget, 8),
         max_blocks_per_request=columns,
         safety_margin=0.0,
+        allow_block_sharing=False,  # calls repeat their prompts, over a store that is overwritten between them
         compilation_cache=False,
     )
 

@@ -16,7 +16,7 @@ from rpds import HashTrieMap
 
 from cbjax.scheduler.eviction import LRU, EvictionOrder, EvictionPolicy
 from cbjax.scheduler.prefix import Prefix
-from cbjax.scheduler.prefix_index import PrefixIndex
+from cbjax.scheduler.prefix_index import IndexDraft, PrefixIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,17 @@ class BlockPool:
 
 
 class PoolDraft:
-    """A pool that can be written: private copies of what is written first, the rest shared with the pool."""
+    """A pool that can be written: what is written is copied first, the rest is shared with the pool.
+
+    Attributes:
+      index: what registered blocks hold.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._blank, self._num_blank = pool.blank, pool.num_blank
-        self._cached, self._holders, self.index = pool.cached, pool.holders, pool.index
+        self._cached, self._holders = pool.cached, pool.holders
+        self.index = IndexDraft(pool.index)
 
     @property
     def num_free(self) -> int:
@@ -97,20 +102,20 @@ class PoolDraft:
         """Hands out `count` ids (i32[count], read-only), blank ones first; or None, and then nothing changes."""
         if count > self.num_free:
             return None
-        while self._num_blank < count:
-            self.forget(self._pool.policy.victim(self._cached))
-        self._num_blank -= count
-        ids = self._blank[self._num_blank : self._num_blank + count][::-1]
-        if ids.flags.writeable:
+        left = max(0, self._num_blank - count)
+        ids = self._blank[left : self._num_blank][::-1]
+        self._num_blank = left
+        if len(ids) < count:
+            evicted = [self._evict(self._pool.policy.victim(self._cached)) for _ in range(count - len(ids))]
+            ids = np.concatenate([ids, np.array(evicted, np.int32)])
+        elif ids.flags.writeable:
             ids = ids.copy()
-            ids.setflags(write=False)
+        ids.setflags(write=False)
         return ids
 
     def forget(self, block: int) -> None:
         """Makes a cached block blank."""
-        self._uncache(block)
-        self.index = self.index.remove(block)
-        self._push(np.array([block], np.int32))
+        self._push(np.array([self._evict(block)], np.int32))
 
     def is_cached(self, block: int) -> bool:
         """Whether nobody holds the block and something can be found in it."""
@@ -157,7 +162,7 @@ class PoolDraft:
         """
         found = self.index.find(group, prefix)
         if found is None:
-            self.index = self.index.insert(block, group, prefix)
+            self.index.insert(block, group, prefix)
             return block
         self.pin(found)
         self._push(np.array([block], np.int32))
@@ -173,8 +178,13 @@ class PoolDraft:
             num_blank=self._num_blank,
             cached=self._cached,
             holders=self._holders,
-            index=self.index,
+            index=self.index.freeze(),
         )
+
+    def _evict(self, block: int) -> int:
+        self._uncache(block)
+        self.index.remove(block)
+        return block
 
     def _uncache(self, block: int) -> None:
         self._cached = self._cached.writable()

@@ -1,4 +1,4 @@
-"""Which block holds the KV of which chain of tokens, in every layer group. A persistent value."""
+"""Which block holds the KV of which chain of tokens, in every layer group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixIndex:
-    """See the module's docstring.
+    """A persistent value.
 
     Attributes:
       found: per layer group, key of a chain -> the block registered for it last.
@@ -33,25 +33,30 @@ class PrefixIndex:
     def empty(cls, num_groups: int) -> PrefixIndex:
         return cls((HashTrieMap(),) * num_groups, HashTrieMap())
 
+
+class IndexDraft:
+    """An index that can be written."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._found, self.names = list(index.found), index.names
+
     def find(self, group: int, prefix: Prefix) -> int | None:
         """The group's block with these tokens after those tokens, if there is one."""
-        block = self.found[group].get(prefix.key)
+        block = self._found[group].get(prefix.key)
         return None if block is None or not self.names[block].prefix.is_same(prefix) else block
 
-    def insert(self, block: int, group: int, prefix: Prefix) -> PrefixIndex:
+    def insert(self, block: int, group: int, prefix: Prefix) -> None:
         """Registers a block that is not registered. Another one under the same key can no longer be found."""
-        return PrefixIndex(
-            self._with(group, self.found[group].insert(prefix.key, block)),
-            self.names.insert(block, Name(group, prefix)),
-        )
+        self._found[group] = self._found[group].insert(prefix.key, block)
+        self.names = self.names.insert(block, Name(group, prefix))
 
-    def remove(self, block: int) -> PrefixIndex:
+    def remove(self, block: int) -> None:
         """Forgets a registered block."""
         group, prefix = self.names[block]
-        found = self.found
-        if found[group].get(prefix.key) == block:
-            found = self._with(group, found[group].remove(prefix.key))
-        return PrefixIndex(found, self.names.remove(block))
+        if self._found[group].get(prefix.key) == block:
+            self._found[group] = self._found[group].remove(prefix.key)
+        self.names = self.names.remove(block)
 
-    def _with(self, group: int, mapping: HashTrieMap[bytes, int]) -> tuple[HashTrieMap[bytes, int], ...]:
-        return (*self.found[:group], mapping, *self.found[group + 1 :])
+    def freeze(self) -> PrefixIndex:
+        """The index this draft has come to."""
+        return PrefixIndex(tuple(self._found), self.names)

@@ -68,9 +68,12 @@ def _take_decodes(draft: Draft) -> None:
     # Rows behind the last one that the budgets admit were not tried, so they do not starve.
     tried = len(slots) if len(runs) == int(fits.sum()) else (int(runs[-1]) + 1 if len(runs) else 0)
     draft.starved += [(int(slot), groups) for slot in slots[:tried][~fits[:tried]]]
-    for slot in slots[runs][lacks[runs]]:
-        given = draft.take_blocks(int(slot), groups)
-        assert given
+    growing = slots[runs][lacks[runs]].tolist()
+    if growing:
+        ids = draft.pool.take(len(growing) * groups)
+        assert ids is not None
+        for slot, new in zip(growing, ids.reshape(-1, groups), strict=True):
+            draft.grow(slot, new)
     if len(runs):
         draft.choose(slots[runs], np.ones(len(runs), np.int32))
 

@@ -102,26 +102,27 @@ def register(draft: Draft, slots: np.ndarray, cells: np.ndarray) -> None:
         slot = int(slots[i])
         record = draft.records[slot]
         assert record is not None
-        if record.prefix is not None:
+        prefix = record.prefix
+        if prefix is not None:
             for column in range(int(draft.rows[Field.REGISTERED, slot]), int(columns[i])):
-                _register_column(draft, slot, column)
+                prefix = _register_column(draft, slot, record, column, prefix)
+            record = draft.records[slot]  # with the swaps
+            assert record is not None
+            draft.records[slot] = Record(record.request, record.history, record.chain, record.table, prefix)
         draft.rows[Field.REGISTERED, slot] = columns[i]
 
 
-def _register_column(draft: Draft, slot: int, column: int) -> None:
-    record, missing = draft.records[slot], draft.config.num_blocks
-    assert record is not None
-    assert record.prefix is not None
-    prefix = record.prefix.extend(_tokens_of(draft, slot, record, column), draft.config.block_hash)
+def _register_column(draft: Draft, slot: int, record: Record, column: int, before: Prefix) -> Prefix:
+    """Registers the blocks of one column; returns the chain up to and with it, given the one before."""
+    missing = draft.config.num_blocks
+    prefix = before.extend(_tokens_of(draft, slot, record, column), draft.config.block_hash)
     for group, block in enumerate(record.table[:, column].tolist()):
         if block != missing:
             held = draft.pool.register(block, group, prefix)
             prefix = draft.pool.index.names[held].prefix
             if held != block:
                 draft.swap(slot, group, column, held)
-    record = draft.records[slot]
-    assert record is not None
-    draft.records[slot] = record._replace(prefix=prefix)
+    return prefix
 
 
 def _tokens_of(draft: Draft, slot: int, record: Record, column: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 from cbjax.scheduler.draft import Draft
 from cbjax.scheduler.plan import Ended, StepOutputs, StepPlan, StepResults
 from cbjax.scheduler.sharing import register
-from cbjax.scheduler.state import Chain, Field, SchedulerState
+from cbjax.scheduler.state import Chain, Field, Record, SchedulerState
 
 
 def update(state: SchedulerState, plan: StepPlan, outputs: StepOutputs) -> tuple[SchedulerState, StepResults]:
@@ -62,7 +62,8 @@ def _append(draft: Draft, slots: np.ndarray, tokens: np.ndarray) -> None:
         assert record is not None
         block = draft.tail[slot].copy()
         block.setflags(write=False)
-        draft.records[slot] = record._replace(chain=Chain(block, record.chain))
+        chain = Chain(block, record.chain)
+        draft.records[slot] = Record(record.request, record.history, chain, record.table, record.prefix)
 
 
 def cancel(state: SchedulerState, uid: int) -> tuple[SchedulerState, bool]:
