@@ -206,7 +206,7 @@ def test_a_hit_is_shortened_to_where_every_window_is_whole() -> None:
     prompt = make_prompt(24)
     run_one(loop, prompt, 1)
     pool = loop.state.pool
-    depths = {block: _depth(name.prefix) for block, name in pool.index.names.items() if name.group == 1}
+    depths = {block: _depth(name.prefix) for block, name in pool.index.registered().items() if name.group == 1}
     victim = max(depths, key=lambda block: depths[block])
     draft = PoolDraft(pool)
     draft.forget(victim)
@@ -269,7 +269,7 @@ def test_rows_whose_logits_were_not_finite_register_nothing() -> None:
     state, results = update(state, plan, outputs)
     assert [ended.reason for ended in results.ended] == ["failed"]
     assert state.pool.num_blank == 64
-    assert not len(state.pool.index.names)
+    assert not state.pool.index.registered()
 
 
 def test_without_sharing_nothing_is_registered() -> None:

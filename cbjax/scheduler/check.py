@@ -47,20 +47,22 @@ def _check_conservation(state: SchedulerState) -> None:
 def _check_index(state: SchedulerState) -> None:
     """What can be found is registered; what is cached can be found or was found once; what is shared is full."""
     pool, block_size = state.pool, state.config.block_size
+    registered = pool.index.registered()
     blank = set(pool.blank[: pool.num_blank].tolist())
     for group, found in enumerate(pool.index.found):
         for key, block in found.items():
-            name = pool.index.names[block]
+            assert block in registered, "a block is found that is not registered"
+            name = registered[block]
             assert (name.group, name.prefix.key) == (group, key), "a block is found under another's key"
-    assert not blank & set(pool.index.names), "a blank block is registered"
-    assert set(pool.cached.blocks().tolist()) <= set(pool.index.names), "a cached block is not registered"
+    assert not blank & registered.keys(), "a blank block is registered"
+    assert set(pool.cached.blocks().tolist()) <= registered.keys(), "a cached block is not registered"
     _check_order(pool.cached)
     for slot, record in enumerate(state.records):
         if record is not None:
             full = int(state.rows[Field.COMPUTED, slot]) // block_size
             unfinished = record.table[:, full:].ravel().tolist()
             assert not any(block in pool.holders for block in unfinished), "a block that is written to is shared"
-            assert not any(block in pool.index.names for block in unfinished), "a registered block is written to"
+            assert not any(block in registered for block in unfinished), "a registered block is written to"
 
 
 def _check_order(order: EvictionOrder) -> None:

@@ -44,7 +44,7 @@ class BlockPool:
         blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         blank.setflags(write=False)
         empty = EvictionOrder.empty(num_blocks)
-        return cls(blank, num_blocks, empty, HashTrieMap(), PrefixIndex.empty(num_groups), policy)
+        return cls(blank, num_blocks, empty, HashTrieMap(), PrefixIndex.empty(num_blocks, num_groups), policy)
 
     @property
     def num_cached(self) -> int:
@@ -77,7 +77,7 @@ class BlockPool:
         draft = PoolDraft(self)
         for block in self.cached.blocks()[::-1].tolist():
             draft.forget(block)
-        return replace(draft.freeze(), index=PrefixIndex.empty(len(self.index.found)))
+        return replace(draft.freeze(), index=PrefixIndex.empty(len(self.blank), len(self.index.found)))
 
 
 class PoolDraft:
@@ -106,8 +106,7 @@ class PoolDraft:
         ids = self._blank[left : self._num_blank][::-1]
         self._num_blank = left
         if len(ids) < count:
-            evicted = [self._evict(self._pool.policy.victim(self._cached)) for _ in range(count - len(ids))]
-            ids = np.concatenate([ids, np.array(evicted, np.int32)])
+            ids = np.concatenate([ids, self._evict(count - len(ids))])
         elif ids.flags.writeable:
             ids = ids.copy()
         ids.setflags(write=False)
@@ -115,7 +114,9 @@ class PoolDraft:
 
     def forget(self, block: int) -> None:
         """Makes a cached block blank."""
-        self._push(np.array([self._evict(block)], np.int32))
+        self._uncache(block)
+        self.index.remove(block)
+        self._push(np.array([block], np.int32))
 
     def is_cached(self, block: int) -> bool:
         """Whether nobody holds the block and something can be found in it."""
@@ -134,7 +135,7 @@ class PoolDraft:
         What nobody holds any more is cached if it is registered, else blank; of the blank ones the last is handed out
         first.
         """
-        if not self.index.names and not self._holders:
+        if self.index.is_empty and not self._holders:
             self._push(ids)
             return
         blank = []
@@ -144,7 +145,7 @@ class PoolDraft:
             if holders > 1:
                 left = self._holders
                 self._holders = left.insert(block, holders - 1) if holders > 2 else left.remove(block)
-            elif block in self.index.names:
+            elif self.index.is_registered[block]:
                 self._cached = self._cached.writable()
                 self._cached.append(block)
             else:
@@ -181,10 +182,15 @@ class PoolDraft:
             index=self.index.freeze(),
         )
 
-    def _evict(self, block: int) -> int:
-        self._uncache(block)
-        self.index.remove(block)
-        return block
+    def _evict(self, count: int) -> np.ndarray:
+        """Takes cached blocks, i32[count], in the policy's order."""
+        cached = self._cached = self._cached.writable()
+        evicted = np.empty(count, np.int32)
+        for i in range(count):
+            evicted[i] = block = self._pool.policy.victim(cached)
+            cached.remove(block)
+            self.index.remove(block)
+        return evicted
 
     def _uncache(self, block: int) -> None:
         self._cached = self._cached.writable()

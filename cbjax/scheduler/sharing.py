@@ -64,12 +64,12 @@ def _registered(draft: Draft, waiting: Waiting) -> tuple[list[Prefix], np.ndarra
     chain = [root(waiting.request.namespace, draft.state.weights_version, config.block_hash)]
     blocks: list[list[int]] = []
     full = [window is None for window in config.windows]
-    for start in range(0, (len(known) - 1) // block_size * block_size if index.names else 0, block_size):
+    for start in range(0, (len(known) - 1) // block_size * block_size if not index.is_empty else 0, block_size):
         prefix = chain[-1].extend(known[start : start + block_size], config.block_hash)
         column = [index.find(group, prefix) for group in range(config.num_groups)]
         if any(block is None and sees_all for block, sees_all in zip(column, full, strict=True)):
             break
-        chain.append(next((index.names[block].prefix for block in column if block is not None), prefix))
+        chain.append(next((index.name(block).prefix for block in column if block is not None), prefix))
         blocks.append([config.num_blocks if block is None else block for block in column])
     return chain, np.array(blocks, np.int32).reshape(-1, config.num_groups).T
 
@@ -119,7 +119,7 @@ def _register_column(draft: Draft, slot: int, record: Record, column: int, befor
     for group, block in enumerate(record.table[:, column].tolist()):
         if block != missing:
             held = draft.pool.register(block, group, prefix)
-            prefix = draft.pool.index.names[held].prefix
+            prefix = draft.pool.index.name(held).prefix
             if held != block:
                 draft.swap(slot, group, column, held)
     return prefix
