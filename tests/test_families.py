@@ -17,9 +17,16 @@ from cbjax import CausalLM, ContinuousBatchingConfig, GenerationConfig, RequestS
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "families.json").read_text())
 # EOS ignored: there is none.
 GREEDY = GenerationConfig(max_new_tokens=checkpoints.MAX_NEW_TOKENS)
-WINDOWS = {"mistral": (8, 8), "qwen2": (None, 8, 8), "smollm3": (None, 8, None)}
+WINDOWS = {
+    "mistral": (8, 8),
+    "qwen2": (None, 8, 8),
+    "smollm3": (None, 8, None),
+    "gemma2": (8, None),
+    "gemma3": (8, 8, None),
+    "gpt_oss": (8, None),
+}
 # Blocks that the longest request of 63 tokens just fits: 16 for each group of full layers, 4 for one with a window.
-TIGHT = {"mistral": 4, "qwen2": 25, "smollm3": 37}
+TIGHT = {"mistral": 4, "qwen2": 25, "smollm3": 37, "gemma2": 21, "gemma3": 25, "gpt_oss": 21}
 
 
 @pytest.fixture(scope="module", params=checkpoints.FAMILIES)
