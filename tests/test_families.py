@@ -1,8 +1,8 @@
 """Every family against transformers: greedy tokens, logprobs and logits of tiny checkpoints, however they are batched.
 
 Goldens: `tests/goldens/families.json`, made by `make_family_goldens.py` one prompt at a time. No margin between the two
-best logits in it is below 0.01, so equality is meaningful. The prompts of Mistral, Qwen2 and SmolLM3 lie around the
-edge of a window of 8 tokens and every answer crosses it.
+best logits in it is below 0.01, so equality is meaningful. The prompts of families with a window (see `WINDOWS`) lie around
+its edge of 8 tokens and every answer crosses it.
 """
 
 import json
@@ -98,6 +98,9 @@ def test_a_missing_tensor_is_named(family, tmp_path):
     name = {
         "qwen2": "model.layers.1.self_attn.k_proj.bias",
         "qwen3": "model.layers.1.self_attn.q_norm.weight",
+        "gemma2": "model.layers.1.pre_feedforward_layernorm.weight",
+        "gemma3": "model.layers.1.post_feedforward_layernorm.weight",
+        "gpt_oss": "model.layers.1.self_attn.sinks",
     }.get(family, "model.layers.1.self_attn.v_proj.weight")
     with pytest.raises(ValueError, match=f"1 missing: {name}"):
         CausalLM.from_pretrained(checkpoints.write(family, tmp_path, without=name))

@@ -11,6 +11,7 @@ from typing import Any
 from cbjax.models.config import DecoderConfig
 from cbjax.models.families import hf
 from cbjax.models.families.family import Family, NameTable, TensorRule
+from cbjax.models.families.gemma_gguf import GEMMA2_GGUF, GEMMA3_GGUF
 from cbjax.models.families.names import HF_NAMES
 from cbjax.models.families.reading import integer, number, unsupported
 from cbjax.models.rope_config import RopeConfig
@@ -106,7 +107,7 @@ GEMMA2 = Family(
     hf_model_type="gemma2",
     from_hf=_gemma2_from_hf,
     hf_names=_NAMES,
-    gguf=None,
+    gguf=GEMMA2_GGUF,
 )
 
 GEMMA3 = Family(
@@ -114,5 +115,5 @@ GEMMA3 = Family(
     hf_model_type="gemma3_text",
     from_hf=_gemma3_from_hf,
     hf_names=_NAMES,
-    gguf=None,
+    gguf=GEMMA3_GGUF,
 )
