@@ -1,8 +1,8 @@
 """Every family against transformers: greedy tokens, logprobs and logits of tiny checkpoints, however they are batched.
 
 Goldens: `tests/goldens/families.json`, made by `make_family_goldens.py` one prompt at a time. No margin between the two
-best logits in it is below 0.01, so equality is meaningful. The prompts of families with a window (see `WINDOWS`) lie around
-its edge of 8 tokens and every answer crosses it.
+best logits in it is below 0.01, so equality is meaningful. The prompts of families with a window (see `WINDOWS`) lie
+around its edge of 8 tokens and every answer crosses it.
 """
 
 import json
