@@ -99,6 +99,62 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
             "rope_theta": 2_000_000.0,
         },
     ),
+    # The first layer slides. Scores and logits reach their caps.
+    "gemma2": (
+        25,
+        {
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20_000,
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 12.0,
+        },
+    ),
+    # The last layer sees everything and rotates with another base, stretched.
+    "gemma3": (
+        6,
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 3,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 3600,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 3,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 100.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+    ),
+    # The first layer slides. Gates reach their limit, and YaRN blends in the middle pairs.
+    "gpt_oss": (
+        7,
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 2.0,
+            "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "beta_fast": 4.0,
+                "beta_slow": 0.25,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
 }
 
 
@@ -108,12 +164,18 @@ def config_of(family: str) -> dict[str, Any]:
 
 
 def tensors_of(family: str) -> dict[str, np.ndarray]:
-    """Float32 tensors under their Hugging Face names; norms lie around 1."""
+    """Float32 tensors under their Hugging Face names; norms lie around 1.
+
+    Gemma's lie around 4, to which the model adds 1, and its embeddings are small: they are multiplied, and with a
+    larger share of the residual stream each token would only repeat itself.
+    """
     random = np.random.RandomState(FAMILIES[family][0])
+    norm, embedding = (4.0, 0.15) if family.startswith("gemma") else (1.0, 0.4)
     tensors = {}
     for name, shape in _shapes(family, config_of(family)).items():
         noise = random.standard_normal(shape)
-        tensors[name] = (1.0 + 0.2 * noise if "norm" in name else 0.4 * noise).astype(np.float32)
+        scaled = norm + 0.2 * noise if "norm" in name else (embedding if "embed" in name else 0.4) * noise
+        tensors[name] = scaled.astype(np.float32)
     return tensors
 
 
@@ -139,14 +201,35 @@ def _shapes(family: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, hidden)}
     for layer in (f"model.layers.{i}" for i in range(config["num_hidden_layers"])):
         attention = f"{layer}.self_attn"
-        shapes |= {f"{layer}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        shapes |= {f"{layer}.{norm}_layernorm.weight": (hidden,) for norm in _norms(family)}
         shapes |= {f"{attention}.q_proj.weight": (width, hidden), f"{attention}.o_proj.weight": (hidden, width)}
         shapes |= {f"{attention}.{name}_proj.weight": (kv_width, hidden) for name in "kv"}
-        if family == "qwen2":
+        if family in ("qwen2", "gpt_oss"):
             shapes |= {f"{attention}.{name}_proj.bias": (width if name == "q" else kv_width,) for name in "qkv"}
-        if family == "qwen3":
+        if family in ("qwen3", "gemma3"):
             shapes |= {f"{attention}.{name}_norm.weight": (head_dim,) for name in "qk"}
-        shapes |= {f"{layer}.mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-        shapes |= {f"{layer}.mlp.down_proj.weight": (hidden, inner)}
+        if family == "gpt_oss":
+            shapes |= {f"{attention}.o_proj.bias": (hidden,), f"{attention}.sinks": (config["num_attention_heads"],)}
+            shapes |= _experts(f"{layer}.mlp", config)
+        else:
+            shapes |= {f"{layer}.mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+            shapes |= {f"{layer}.mlp.down_proj.weight": (hidden, inner)}
     shapes |= {"model.norm.weight": (hidden,)}
     return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": (VOCAB_SIZE, hidden)}
+
+
+def _norms(family: str) -> tuple[str, ...]:
+    plain = ("input", "post_attention")
+    return (*plain, "pre_feedforward", "post_feedforward") if family.startswith("gemma") else plain
+
+
+def _experts(mlp: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    count, hidden, inner = config["num_local_experts"], config["hidden_size"], config["intermediate_size"]
+    return {
+        f"{mlp}.router.weight": (count, hidden),
+        f"{mlp}.router.bias": (count,),
+        f"{mlp}.experts.gate_up_proj": (count, hidden, 2 * inner),
+        f"{mlp}.experts.gate_up_proj_bias": (count, 2 * inner),
+        f"{mlp}.experts.down_proj": (count, inner, hidden),
+        f"{mlp}.experts.down_proj_bias": (count, hidden),
+    }

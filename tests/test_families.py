@@ -1,8 +1,8 @@
 """Every family against transformers: greedy tokens, logprobs and logits of tiny checkpoints, however they are batched.
 
 Goldens: `tests/goldens/families.json`, made by `make_family_goldens.py` one prompt at a time. No margin between the two
-best logits in it is below 0.01, so equality is meaningful. The prompts of Mistral, Qwen2 and SmolLM3 lie around the
-edge of a window of 8 tokens and every answer crosses it.
+best logits in it is below 0.01, so equality is meaningful. The prompts of families with a window (see `WINDOWS`) lie
+around its edge of 8 tokens and every answer crosses it.
 """
 
 import json
@@ -17,9 +17,16 @@ from cbjax import CausalLM, ContinuousBatchingConfig, GenerationConfig, RequestS
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "families.json").read_text())
 # EOS ignored: there is none.
 GREEDY = GenerationConfig(max_new_tokens=checkpoints.MAX_NEW_TOKENS)
-WINDOWS = {"mistral": (8, 8), "qwen2": (None, 8, 8), "smollm3": (None, 8, None)}
+WINDOWS = {
+    "mistral": (8, 8),
+    "qwen2": (None, 8, 8),
+    "smollm3": (None, 8, None),
+    "gemma2": (8, None),
+    "gemma3": (8, 8, None),
+    "gpt_oss": (8, None),
+}
 # Blocks that the longest request of 63 tokens just fits: 16 for each group of full layers, 4 for one with a window.
-TIGHT = {"mistral": 4, "qwen2": 25, "smollm3": 37}
+TIGHT = {"mistral": 4, "qwen2": 25, "smollm3": 37, "gemma2": 21, "gemma3": 25, "gpt_oss": 21}
 
 
 @pytest.fixture(scope="module", params=checkpoints.FAMILIES)
@@ -91,6 +98,9 @@ def test_a_missing_tensor_is_named(family, tmp_path):
     name = {
         "qwen2": "model.layers.1.self_attn.k_proj.bias",
         "qwen3": "model.layers.1.self_attn.q_norm.weight",
+        "gemma2": "model.layers.1.pre_feedforward_layernorm.weight",
+        "gemma3": "model.layers.1.post_feedforward_layernorm.weight",
+        "gpt_oss": "model.layers.1.self_attn.sinks",
     }.get(family, "model.layers.1.self_attn.v_proj.weight")
     with pytest.raises(ValueError, match=f"1 missing: {name}"):
         CausalLM.from_pretrained(checkpoints.write(family, tmp_path, without=name))

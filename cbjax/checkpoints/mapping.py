@@ -38,7 +38,9 @@ def load_params(
     """
     wanted: dict[Path, jax.ShapeDtypeStruct] = flatten(abstract_params(config, dtype))
     rules = {path: _rule_for(path, names) for path in wanted}
-    _check_names(source, names, config, {rules[path].name: wanted[path].shape for path in wanted})
+    _check_names(
+        source, names, config, {rule.name: rule.expected_shape(wanted[path].shape) for path, rule in rules.items()}
+    )
     loaded: dict[Path, jax.Array] = {}
     tensors = _read_ahead(lambda rule: _read(source, rule, config, dtype), rules.values())
     for path, values in zip(rules, tensors, strict=True):

@@ -1,79 +1,43 @@
 """Hyperparameters of a decoder: frozen, hashable (usable as a static jit argument), validated on construction."""
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
+from cbjax.models.checks import require, require_positive_int
+from cbjax.models.rope_config import RopeConfig
 
-def _require(holds: bool, name: str, value: object, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} {rule}. Got {value!r}.")
-
-
-def _require_positive(config: object, name: str) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int. Got {value!r}.")
-    _require(value > 0, name, value, "must be positive")
+# "gelu_tanh" is the GELU's approximation by a tanh.
+type Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearScaling:
-    """Position interpolation: every rotary frequency is divided by `factor`."""
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        _require(self.factor > 0, "factor", self.factor, "must be positive")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, the middle blended.
+class ExpertsConfig:
+    """A mixture of experts with biases and a clamped SwiGLU, in place of the gated MLP.
 
     Attributes:
-        factor: divisor of the lowest frequencies.
-        low_freq_factor: wavelengths above `original_max_positions / low_freq_factor` are stretched in full.
-        high_freq_factor: wavelengths below `original_max_positions / high_freq_factor` are left alone.
-        original_max_positions: context length of the unscaled model, in tokens.
+        num_experts: experts of each layer, each as wide as `DecoderConfig.intermediate_size`.
+        per_token: experts that a token goes through; their weights are the softmax of these experts' scores.
+        alpha: the gate is `gate * sigmoid(alpha * gate)`.
+        limit: the gate is clamped from above, the other branch from both sides, before the gate is applied.
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
+    num_experts: int
+    per_token: int
+    alpha: float
+    limit: float
 
     def __post_init__(self) -> None:
-        _require(self.factor > 0, "factor", self.factor, "must be positive")
-        _require(self.low_freq_factor > 0, "low_freq_factor", self.low_freq_factor, "must be positive")
-        _require(
-            self.high_freq_factor > self.low_freq_factor,
-            "high_freq_factor",
-            self.high_freq_factor,
-            f"must be above low_freq_factor={self.low_freq_factor}",
-        )
-        _require_positive(self, "original_max_positions")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding in the "rotate half" convention.
-
-    Attributes:
-        theta: base of the geometric series of frequencies.
-        scaling: how the frequencies are changed for longer contexts; None leaves them.
-    """
-
-    theta: float = 10_000.0
-    scaling: Llama3Scaling | LinearScaling | None = None
-
-    def __post_init__(self) -> None:
-        _require(self.theta > 0, "theta", self.theta, "must be positive")
-        if not isinstance(self.scaling, None | Llama3Scaling | LinearScaling):
-            raise TypeError(f"scaling must be None, Llama3Scaling or LinearScaling. Got {self.scaling!r}.")
+        require_positive_int(self, "num_experts")
+        require_positive_int(self, "per_token")
+        require(self.per_token <= self.num_experts, "per_token", self.per_token, f"must be at most {self.num_experts=}")
+        require(self.limit > 0, "limit", self.limit, "must be positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A pre-norm decoder of the Llama family (SiLU gated MLP, RMSNorm, rotary positions, grouped queries).
+    """A pre-norm decoder (gated MLP or experts, RMSNorm, rotary positions, grouped queries).
+
+    The defaults are a Llama's.
 
     Attributes:
         vocab_size: number of token ids.
@@ -84,20 +48,31 @@ class DecoderConfig:
         num_kv_heads: key and value heads.
         head_dim: width of one head, even; need not be `hidden_size / num_heads`.
         rms_norm_eps: added to the mean square before the root.
+        norm_offset: added to the weights of every RMSNorm, in float32; 1 where checkpoints hold what exceeds 1.
+        wide_norms: the product with an RMSNorm's weights is in float32 and rounded once, not in the model's dtype.
+        post_norms: what attention and MLP add to the residual stream goes through an RMSNorm of its own before.
         rope: rotary embedding.
+        local_rope: that of layers with a window; None if it is `rope`.
         max_positions: context length in tokens; a token's position is below it.
         tie_embeddings: logits use the embedding matrix; there is then no `head/weight`.
         qkv_bias: the query, key and value projections have biases.
         out_bias: the attention output projection has a bias.
         mlp_bias: the three MLP projections have biases.
+        activation: of the gated MLP.
+        experts: a mixture of experts in place of the gated MLP, which has neither `mlp_bias` nor `activation`; None if
+            there is none.
         qk_norm: each head of the queries and of the keys goes through an RMSNorm before the rotation.
         windows: for each layer the tokens that a query sees, itself included, or None for the whole context; None
             if every layer sees the whole context.
         rope_layers: for each layer whether it rotates queries and keys; None if every layer does.
+        sinks: each layer has a logit per query head that takes part in the softmax and has no value.
         embedding_multiplier: multiplies the embeddings.
+        round_embedding_multiplier: that multiplier is rounded to the model's dtype before.
         residual_multiplier: multiplies what attention and MLP add to the residual stream.
         attention_scale: multiplies the attention scores; None is `head_dim ** -0.5`.
+        attention_soft_cap: attention scores s become `cap * tanh(s / cap)`; None leaves them.
         logits_divisor: divides the logits.
+        logits_soft_cap: the same for logits, after the division.
     """
 
     vocab_size: int
@@ -108,19 +83,29 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float = 1e-5
+    norm_offset: float = 0.0
+    wide_norms: bool = False
+    post_norms: bool = False
     rope: RopeConfig = field(default_factory=RopeConfig)
+    local_rope: RopeConfig | None = None
     max_positions: int
     tie_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    activation: Activation = "silu"
+    experts: ExpertsConfig | None = None
     qk_norm: bool = False
     windows: tuple[int | None, ...] | None = None
     rope_layers: tuple[bool, ...] | None = None
+    sinks: bool = False
     embedding_multiplier: float = 1.0
+    round_embedding_multiplier: bool = False
     residual_multiplier: float = 1.0
     attention_scale: float | None = None
+    attention_soft_cap: float | None = None
     logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -133,18 +118,23 @@ class DecoderConfig:
             "head_dim",
             "max_positions",
         ):
-            _require_positive(self, name)
+            require_positive_int(self, name)
         multiple = self.num_heads % self.num_kv_heads == 0
-        _require(multiple, "num_heads", self.num_heads, f"must be a multiple of {self.num_kv_heads=}")
-        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even (rotary halves)")
-        _require(self.rms_norm_eps >= 0, "rms_norm_eps", self.rms_norm_eps, "must not be negative")
+        require(multiple, "num_heads", self.num_heads, f"must be a multiple of {self.num_kv_heads=}")
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even (rotary halves)")
+        require(self.rms_norm_eps >= 0, "rms_norm_eps", self.rms_norm_eps, "must not be negative")
         for name in ("windows", "rope_layers"):
             value = getattr(self, name)
             rule = f"must be None or a tuple with a value for each of {self.num_layers} layers"
-            _require(value is None or len(value) == self.num_layers, name, value, rule)
+            require(value is None or len(value) == self.num_layers, name, value, rule)
         for window in self.windows or ():
-            _require(window is None or window > 0, "windows", self.windows, "must hold positive integers or None")
-        _require(self.logits_divisor != 0, "logits_divisor", self.logits_divisor, "must not be 0")
+            require(window is None or window > 0, "windows", self.windows, "must hold positive integers or None")
+        require(self.logits_divisor != 0, "logits_divisor", self.logits_divisor, "must not be 0")
+        for name in ("attention_soft_cap", "logits_soft_cap"):
+            value = getattr(self, name)
+            require(value is None or value > 0, name, value, "must be None or positive")
+        known = get_args(Activation.__value__)
+        require(self.activation in known, "activation", self.activation, f"must be one of {', '.join(known)}")
 
     def window(self, layer: int) -> int | None:
         """Tokens that a query of the layer sees, itself included; None is the whole context."""
@@ -153,3 +143,7 @@ class DecoderConfig:
     def rotates(self, layer: int) -> bool:
         """Whether the layer applies rotary positions."""
         return self.rope_layers is None or self.rope_layers[layer]
+
+    def layer_rope(self, layer: int) -> RopeConfig:
+        """The rotary embedding of the layer, if it `rotates`."""
+        return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope

@@ -4,16 +4,21 @@ Everything between tokens goes through the `attend` argument (see `cbjax.attenti
 a training forward with dense attention and a served model with a paged one.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from cbjax.attention.contract import Attend
+from cbjax.models.attention import Attention, make_norm
+from cbjax.models.attention import norm_heads as norm_heads
 from cbjax.models.config import DecoderConfig
+from cbjax.models.experts import Experts
 from cbjax.models.layers import DType, Embedding, GatedMLP, Linear, RMSNorm, contract_last
-from cbjax.models.rope import RopeTables, apply_rope, rope_tables
+from cbjax.models.rope import RopeTables, rope_tables
 
 # Scales of a random model. The embedding adds little to the residual stream and the logits have this spread: the
 # next token depends on the whole context, and two candidates are seldom within rounding of each other.
@@ -21,59 +26,31 @@ _EMBEDDING_STD = 0.1
 _LOGIT_STD = 3.0
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention: projections and rotary positions around one call of `attend`."""
-
-    def __init__(self, config: DecoderConfig, *, dtype: DType, rngs: nnx.Rngs):
-        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        qkv = {"bias": config.qkv_bias, "dtype": dtype, "rngs": rngs}
-        self.q = Linear(config.hidden_size, width, **qkv)
-        self.k = Linear(config.hidden_size, kv_width, **qkv)
-        self.v = Linear(config.hidden_size, kv_width, **qkv)
-        self.o = Linear(width, config.hidden_size, bias=config.out_bias, dtype=dtype, rngs=rngs)
-        if config.qk_norm:
-            norm = {"eps": config.rms_norm_eps, "dtype": dtype, "rngs": rngs}
-            self.q_norm, self.k_norm = RMSNorm(config.head_dim, **norm), RMSNorm(config.head_dim, **norm)
-        self.head_dim = config.head_dim
-        self.config = config
-
-    def __call__(self, layer: int, x: jax.Array, rope: RopeTables, attend: Attend) -> jax.Array:
-        with jax.named_scope("qkv"):
-            q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
-            if self.config.qk_norm:
-                q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
-            if self.config.rotates(layer):
-                q, k = apply_rope(q, rope), apply_rope(k, rope)
-        scale = self.head_dim**-0.5 if self.config.attention_scale is None else self.config.attention_scale
-        with jax.named_scope("attend"):
-            mixed = attend(layer, q, k, v, scale=scale, window=self.config.window(layer))
-        with jax.named_scope("out"):
-            return self.o(mixed.reshape(mixed.shape[0], -1))
-
-    def _heads(self, x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[0], -1, self.head_dim)
-
-
 class DecoderLayer(nnx.Module):
-    """One pre-norm block: attention and MLP, each added to the residual stream."""
+    """One pre-norm block: attention and MLP, each added to the residual stream, behind a norm if `post_norms`."""
 
     def __init__(self, config: DecoderConfig, *, dtype: DType, rngs: nnx.Rngs):
-        norm = {"eps": config.rms_norm_eps, "dtype": dtype, "rngs": rngs}
-        self.attn_norm = RMSNorm(config.hidden_size, **norm)
+        norm = functools.partial(make_norm, config, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.attn_norm = norm()
         self.attn = Attention(config, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, **norm)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.mlp_norm = norm()
+        self.mlp = _make_mlp(config, dtype=dtype, rngs=rngs)
+        self.attn_post_norm, self.mlp_post_norm = (norm(), norm()) if config.post_norms else (None, None)
         self.multiplier = config.residual_multiplier
 
     def __call__(self, layer: int, x: jax.Array, rope: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("attn"):
-            x = x + _scaled(self.attn(layer, self.attn_norm(x), rope, attend), self.multiplier)
+            x = self._add(x, self.attn(layer, self.attn_norm(x), rope, attend), self.attn_post_norm)
         with jax.named_scope("mlp"):
-            return x + _scaled(self.mlp(self.mlp_norm(x)), self.multiplier)
+            return self._add(x, self.mlp(self.mlp_norm(x)), self.mlp_post_norm)
+
+    def _add(self, x: jax.Array, branch: jax.Array, post_norm: RMSNorm | None) -> jax.Array:
+        branch = branch if post_norm is None else post_norm(branch)
+        return x + _scaled(branch, self.multiplier)
 
 
 class Decoder(nnx.Module):
-    """A decoder of the Llama family with randomly initialised weights (checkpoints replace them).
+    """A decoder with randomly initialised weights (checkpoints replace them).
 
     Weights are per layer and the layers are unrolled: stacked weights in a scan cost a copy of each layer's slice.
     """
@@ -83,9 +60,7 @@ class Decoder(nnx.Module):
         self.embed = Embedding(config.vocab_size, config.hidden_size, std=_EMBEDDING_STD, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
         unit_std = _EMBEDDING_STD * math.sqrt(config.hidden_size) if config.tie_embeddings else 1.0
-        self.norm = RMSNorm(
-            config.hidden_size, eps=config.rms_norm_eps, gain=_LOGIT_STD / unit_std, dtype=dtype, rngs=rngs
-        )
+        self.norm = make_norm(config, config.hidden_size, gain=_LOGIT_STD / unit_std, dtype=dtype, rngs=rngs)
         if not config.tie_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
 
@@ -95,12 +70,15 @@ class Decoder(nnx.Module):
         `attend` is called once for each layer, with layer numbers 0, 1, 2, ... in this order.
         """
         with jax.named_scope("embed"):
-            x = _scaled(self.embed(tokens), self.config.embedding_multiplier)
+            x = self.embed(tokens)
+            x = _scaled(x, self._embedding_multiplier(x.dtype))
         with jax.named_scope("rope"):
-            rope = rope_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
+            # One set of tables for all layers that rotate alike.
+            kinds = dict.fromkeys(self.config.layer_rope(index) for index in range(len(self.layers)))
+            ropes = {rope: rope_tables(rope, self.config.head_dim, positions, x.dtype) for rope in kinds}
         for index, block in enumerate(self.layers):
             with jax.named_scope(f"layer{index}"):
-                x = block(index, x, rope, attend)
+                x = block(index, x, ropes[self.config.layer_rope(index)], attend)
         with jax.named_scope("norm"):
             return self.norm(x)
 
@@ -109,12 +87,26 @@ class Decoder(nnx.Module):
         weight = self.embed.weight if self.config.tie_embeddings else self.head.weight
         with jax.named_scope("logits"):
             scores = contract_last(hidden, weight[...], out_dtype=jnp.float32)
-            return scores if self.config.logits_divisor == 1.0 else scores / self.config.logits_divisor
+            scores = scores if self.config.logits_divisor == 1.0 else scores / self.config.logits_divisor
+            cap = self.config.logits_soft_cap
+            return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+    def _embedding_multiplier(self, dtype: DType) -> float:
+        multiplier = self.config.embedding_multiplier
+        return float(np.asarray(multiplier, dtype)) if self.config.round_embedding_multiplier else multiplier
 
 
-def norm_heads(norm: RMSNorm, x: jax.Array) -> jax.Array:
-    """Norms each head of x [tokens, heads, head_dim] on its own."""
-    return norm(x.reshape(-1, x.shape[2])).reshape(x.shape)
+def _make_mlp(config: DecoderConfig, *, dtype: DType, rngs: nnx.Rngs) -> GatedMLP | Experts:
+    if config.experts is not None:
+        return Experts(config.experts, config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
+    return GatedMLP(
+        config.hidden_size,
+        config.intermediate_size,
+        bias=config.mlp_bias,
+        activation=config.activation,
+        dtype=dtype,
+        rngs=rngs,
+    )
 
 
 def _scaled(x: jax.Array, multiplier: float) -> jax.Array:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from cbjax.models.config import Activation
+
 DType = jax.typing.DTypeLike
 
 # Rows of a weight matrix that are multiplied together, see `_weights_first`.
@@ -34,8 +36,8 @@ class Linear(nnx.Module):
         gain: float = 1.0,
     ):
         std = gain / math.sqrt(in_features)
-        self.weight = _normal(rngs, (out_features, in_features), std=std, dtype=dtype)
-        self.bias = _normal(rngs, (out_features,), std=0.1, dtype=dtype) if bias else None
+        self.weight = normal(rngs, (out_features, in_features), std=std, dtype=dtype)
+        self.bias = normal(rngs, (out_features,), std=0.1, dtype=dtype) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = contract_last(x, self.weight[...])
@@ -46,7 +48,7 @@ class Embedding(nnx.Module):
     """tokens i32[tokens] -> [tokens, features]: weight [vocab, features]."""
 
     def __init__(self, num_embeddings: int, features: int, *, std: float, dtype: DType, rngs: nnx.Rngs):
-        self.weight = _normal(rngs, (num_embeddings, features), std=std, dtype=dtype)
+        self.weight = normal(rngs, (num_embeddings, features), std=std, dtype=dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         # An id outside the vocabulary becomes NaN, which its request's finite flag reports, instead of the
@@ -56,29 +58,64 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm in float32; the product with weight [features] is in the model's dtype."""
+    """Root mean square norm in float32, times weight [features] + `offset`.
 
-    def __init__(self, features: int, *, eps: float, dtype: DType, rngs: nnx.Rngs, gain: float = 1.0):
-        self.weight = _normal(rngs, (features,), mean=gain, std=0.1 * gain, dtype=dtype)
+    The product is in the model's dtype, or, if `wide`, in float32 and rounded afterwards.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float,
+        dtype: DType,
+        rngs: nnx.Rngs,
+        gain: float = 1.0,
+        offset: float = 0.0,
+        wide: bool = False,
+    ):
+        self.weight = normal(rngs, (features,), mean=gain - offset, std=0.1 * gain, dtype=dtype)
         self.eps = eps
+        self.offset = offset
+        self.wide = wide
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(_row_sums(jnp.square(wide)) / x.shape[1] + self.eps)
-        return self.weight[...][None, :] * normed.astype(x.dtype)
+        # Weights are kept as they are stored: added in the model's dtype, the offset would cost them bits.
+        weight = self.weight[...] if self.offset == 0.0 else self.weight[...].astype(jnp.float32) + self.offset
+        if self.wide:
+            return (weight.astype(jnp.float32)[None, :] * normed).astype(x.dtype)
+        return weight.astype(x.dtype)[None, :] * normed.astype(x.dtype)
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, features: int, hidden: int, *, bias: bool, dtype: DType, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        bias: bool,
+        dtype: DType,
+        rngs: nnx.Rngs,
+        activation: Activation = "silu",
+    ):
         self.gate = Linear(features, hidden, bias=bias, dtype=dtype, rngs=rngs)
         self.up = Linear(features, hidden, bias=bias, dtype=dtype, rngs=rngs)
         # The product of the two branches has about a quarter of the input's scale; the gain restores it.
         self.down = Linear(hidden, features, bias=bias, dtype=dtype, rngs=rngs, gain=2.0)
+        self.activate = {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}[activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activate(self.gate(x)) * self.up(x))
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], *, mean: float = 0.0, std: float, dtype: DType) -> nnx.Param:
+    """A parameter of random numbers, drawn in float32."""
+    values = mean + std * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(values.astype(dtype))
 
 
 @functools.partial(jax.jit, static_argnames="out_dtype")
@@ -117,6 +154,6 @@ def _row_sums(x: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, ones, (((1,), (1,)), ((), ())), precision="highest")[:, :1]
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], *, mean: float = 0.0, std: float, dtype: DType) -> nnx.Param:
-    values = mean + std * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(values.astype(dtype))
+def _gelu_tanh(x: jax.Array) -> jax.Array:
+    """GELU by its tanh approximation, rounded to x's dtype once."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)

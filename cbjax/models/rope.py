@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cbjax.models.config import LinearScaling, Llama3Scaling, RopeConfig
+from cbjax.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 class RopeTables(NamedTuple):
@@ -30,13 +30,18 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
             return frequencies / np.float32(factor)
         case Llama3Scaling() as scaling:
             return _scale_llama3(frequencies, scaling)
+        case YarnScaling() as scaling:
+            return _scale_yarn(powers, config.theta, scaling)
 
 
 def rope_tables(config: RopeConfig, head_dim: int, positions: jax.Array, dtype: jax.typing.DTypeLike) -> RopeTables:
     """Tables for positions i32[tokens]; angles, cosines and sines are computed in float32, then rounded."""
     frequencies = jnp.asarray(inverse_frequencies(config, head_dim))
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
-    return RopeTables(jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if isinstance(config.scaling, YarnScaling):
+        cos, sin = cos * config.scaling.attention_factor, sin * config.scaling.attention_factor
+    return RopeTables(cos.astype(dtype), sin.astype(dtype))
 
 
 def apply_rope(x: jax.Array, tables: RopeTables) -> jax.Array:
@@ -57,3 +62,23 @@ def _scale_llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray
     blended = (np.float32(1.0) - blend) * frequencies / factor + blend * frequencies
     scaled = np.where(wavelengths > longest, frequencies / factor, blended)
     return np.where(wavelengths < shortest, frequencies, scaled).astype(np.float32)
+
+
+def _scale_yarn(powers: np.ndarray, theta: float, scaling: YarnScaling) -> np.ndarray:
+    """Frequencies between 1 / powers and 1 / (factor * powers), in transformers' order of operations."""
+    pairs = len(powers)
+
+    def pair_with(turns: float) -> float:
+        """The number of the pair, not rounded, that turns so often in the original context."""
+        return pairs * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    # The least width keeps the division finite.
+    width = np.float32(high - low if high != low else 0.001)
+    stretched = np.clip((np.arange(pairs, dtype=np.float32) - np.float32(low)) / width, np.float32(0), np.float32(1))
+    kept = np.float32(1.0) - stretched
+    slow = np.float32(1.0) / (np.float32(scaling.factor) * powers)
+    return slow * (np.float32(1.0) - kept) + np.float32(1.0) / powers * kept

@@ -18,11 +18,21 @@ type Shapes = Mapping[str, tuple[int, ...]]
 class TensorRule:
     """The tensor `name` ("{i}" is the layer) holds a parameter, after `transform`.
 
-    Transforms keep the shape, so that all shapes are checked before any tensor is read.
+    All shapes are checked before any tensor is read, so a transform that changes the shape has `stored_shape`.
+
+    Attributes:
+        name: of the tensor.
+        transform: makes the parameter of the tensor; None: they are the same.
+        stored_shape: the tensor's shape, from the parameter's; None: they are the same.
     """
 
     name: str
     transform: Transform | None = None
+    stored_shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
+
+    def expected_shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that the tensor of a parameter of that shape must have."""
+        return parameter if self.stored_shape is None else self.stored_shape(parameter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

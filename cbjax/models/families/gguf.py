@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from cbjax.models.config import DecoderConfig, LinearScaling, Llama3Scaling, RopeConfig
+from cbjax.models.config import DecoderConfig
 from cbjax.models.families.family import Shapes
 from cbjax.models.families.reading import given, integer, number, unsupported
 from cbjax.models.rope import inverse_frequencies
+from cbjax.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 
 
 def own_keys(metadata: Mapping[str, Any]) -> dict[str, Any]:

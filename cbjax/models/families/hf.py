@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cbjax.models.config import DecoderConfig, LinearScaling, Llama3Scaling, RopeConfig
+from cbjax.models.config import DecoderConfig
 from cbjax.models.families.reading import given, integer, number, per_layer, unsupported
+from cbjax.models.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -23,10 +25,10 @@ def read_decoder(config: Mapping[str, Any], **own: Any) -> DecoderConfig:
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method")
         raise unsupported("quantization_config", method, ["none: float32, float16 or bfloat16 weights"])
-    if (activation := given(config, "hidden_act", "silu")) not in ("silu", "swish"):
-        raise unsupported("hidden_act", activation, ["silu"])
+    if (activation := given(config, "hidden_act", "silu")) not in _ACTIVATIONS:
+        raise unsupported("hidden_act", activation, list(_ACTIVATIONS))
     for key in _EXPERT_KEYS:
-        if config.get(key):
+        if config.get(key) and "experts" not in own:
             raise unsupported(key, config[key], ["none: dense models"])
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     fields = {
@@ -38,10 +40,12 @@ def read_decoder(config: Mapping[str, Any], **own: Any) -> DecoderConfig:
         "num_kv_heads": integer(config, "num_key_value_heads", num_heads),
         "head_dim": integer(config, "head_dim", hidden_size // max(num_heads, 1)),
         "rms_norm_eps": number(config, "rms_norm_eps", 1e-6),
-        "rope": _read_rope(config),
+        "activation": _ACTIVATIONS[activation],
         "max_positions": integer(config, "max_position_embeddings", 2048),
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
+    if "rope" not in own:
+        fields["rope"] = read_rope(config)
     return DecoderConfig(**(fields | own))
 
 
@@ -58,30 +62,50 @@ def read_windows(config: Mapping[str, Any], sliding_by_default: list[bool]) -> t
     """
     if not config.get("use_sliding_window") or config.get("sliding_window") is None:
         return None
+    return layer_windows(config, sliding_by_default)
+
+
+def layer_windows(config: Mapping[str, Any], sliding_by_default: list[bool]) -> tuple[int | None, ...] | None:
+    """`windows` of a family with `sliding_window` and `layer_types`; as `read_windows`, but never switched off."""
     kinds = per_layer(config, "layer_types", len(sliding_by_default))
     if kinds is None:
         kinds = ["sliding_attention" if slides else "full_attention" for slides in sliding_by_default]
     known = ("full_attention", "sliding_attention")
     if unknown := [kind for kind in kinds if kind not in known]:
         raise unsupported("layer_types", unknown[0], known)
+    if "sliding_attention" not in kinds:
+        return None
     window = integer(config, "sliding_window")
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return windows if any(windows) else None
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _read_rope(config: Mapping[str, Any]) -> RopeConfig:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
+def read_rope(config: Mapping[str, Any]) -> RopeConfig:
+    """The one rope of all layers. Raises ValueError for a setting that is not supported or of the wrong type."""
+    rope = rope_settings(config)
+    kind = rope_type(rope)
+    if kind not in _ROPE_TYPES:
+        raise unsupported("rope scaling type", kind, _ROPE_TYPES)
+    scaling = None if kind == "default" else _read_scaling(kind, rope)
+    return RopeConfig(theta=number(rope, "rope_theta", 10_000.0), scaling=scaling)
+
+
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Both spellings as one: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before).
+
+    Raises ValueError if layers differ or only a part of each head is rotated.
+    """
     own = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if by_layer := {key: value for key, value in own.items() if isinstance(value, Mapping)}:
         raise unsupported("rope_parameters", by_layer, ["one rope for all layers"])
     rope = {**{key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}, **own}
-    theta = number(rope, "rope_theta", 10_000.0)
     if (fraction := given(rope, "partial_rotary_factor", 1.0)) != 1.0:
         raise unsupported("partial_rotary_factor", fraction, ["1.0"])
-    kind = given(rope, "rope_type", given(rope, "type", "default"))
-    if kind not in _ROPE_TYPES:
-        raise unsupported("rope scaling type", kind, _ROPE_TYPES)
-    return RopeConfig(theta=theta, scaling=None if kind == "default" else _read_scaling(kind, rope))
+    return rope
+
+
+def rope_type(rope: Mapping[str, Any]) -> str:
+    """The kind of scaling that the settings name."""
+    return given(rope, "rope_type", given(rope, "type", "default"))
 
 
 def _read_scaling(kind: str, rope: Mapping[str, Any]) -> LinearScaling | Llama3Scaling:

@@ -25,6 +25,7 @@ HF_NAMES = NameTable(
         **_linear("layers/{i}/attn/o", "model.layers.{i}.self_attn.o_proj"),
         "layers/{i}/attn/q_norm/weight": TensorRule(name="model.layers.{i}.self_attn.q_norm.weight"),
         "layers/{i}/attn/k_norm/weight": TensorRule(name="model.layers.{i}.self_attn.k_norm.weight"),
+        "layers/{i}/attn/sinks": TensorRule(name="model.layers.{i}.self_attn.sinks"),
         "layers/{i}/mlp_norm/weight": TensorRule(name="model.layers.{i}.post_attention_layernorm.weight"),
         **_linear("layers/{i}/mlp/gate", "model.layers.{i}.mlp.gate_proj"),
         **_linear("layers/{i}/mlp/up", "model.layers.{i}.mlp.up_proj"),

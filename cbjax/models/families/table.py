@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from cbjax.models.families.family import Family, GGUFForm
+from cbjax.models.families.gemma import GEMMA2, GEMMA3
+from cbjax.models.families.gpt_oss import GPT_OSS
 from cbjax.models.families.granite import GRANITE
 from cbjax.models.families.llama import LLAMA, MISTRAL
 from cbjax.models.families.qwen import QWEN2, QWEN3
 from cbjax.models.families.reading import unsupported
 from cbjax.models.families.smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3)
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, GEMMA2, GEMMA3, GPT_OSS)
 
 
 def family_of_hf(config: Mapping[str, Any]) -> Family:
