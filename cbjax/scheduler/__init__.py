@@ -18,6 +18,8 @@ from cbjax.scheduler.groups import most_held as most_held
 from cbjax.scheduler.plan import Admission as Admission
 from cbjax.scheduler.plan import Batch as Batch
 from cbjax.scheduler.plan import Ended as Ended
+from cbjax.scheduler.plan import Offload as Offload
+from cbjax.scheduler.plan import Restore as Restore
 from cbjax.scheduler.plan import SoftReset as SoftReset
 from cbjax.scheduler.plan import StepOutputs as StepOutputs
 from cbjax.scheduler.plan import StepPlan as StepPlan

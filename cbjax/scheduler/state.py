@@ -59,6 +59,7 @@ class SchedulerConfig:
       num_words: sampler words per request.
       shares_blocks: prompts that begin alike share their full blocks.
       eviction: which cached block is taken when no blank one is left.
+      host_blocks: blocks that the host tier holds; 0: there is none.
       block_hash: of a block's content; correctness does not rest on it.
 
     Raises:
@@ -76,6 +77,7 @@ class SchedulerConfig:
     num_words: int = 1
     shares_blocks: bool = False
     eviction: EvictionPolicy = LRU
+    host_blocks: int = 0
     block_hash: BlockHash = blake2b_128
 
     def __post_init__(self) -> None:
@@ -86,6 +88,8 @@ class SchedulerConfig:
         for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.host_blocks < 0:
+            raise ValueError(f"host_blocks must be at least 0; got {self.host_blocks}")
         if not self.windows or any(window is not None and window < 1 for window in self.windows):
             raise ValueError(f"windows has one entry per layer group, at least 1 token or None; got {self.windows}")
 
