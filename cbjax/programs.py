@@ -177,6 +177,7 @@ class ModelDevice:
     def offload(self, offload: Offload) -> None:
         """Copies blocks to the host tier; waits only where that is made of NumPy arrays."""
         assert self.host_tier is not None, "blocks go to a host tier that is off"
+        assert offload.uid not in self.host_tier, f"uid {offload.uid} is offloaded and has a copy already"
         self.host_tier.keep(offload.uid, self._gathered(offload.blocks))
 
     def _gathered(self, ids: np.ndarray) -> Iterator[list[tuple[jax.Array, ...]]]:
@@ -186,6 +187,8 @@ class ModelDevice:
     def restore(self, restore: Restore) -> None:
         """Brings blocks back from the host tier, whose copy is dropped; waits for nothing."""
         assert self.host_tier is not None, "blocks come from a host tier that is off"
+        assert restore.uid in self.host_tier, f"uid {restore.uid} is restored and has no copy"
+        assert len(restore.index) == len(restore.blocks), f"uid {restore.uid} restores other blocks than it names"
         size = self._blocks_per_call
         for part, call in calls(restore.blocks, size, padding=self.cache.num_blocks + 1):
             blocks = self.host_tier.fetch(restore.uid, restore.index[part])

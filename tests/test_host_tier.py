@@ -1,97 +1,26 @@
 """The host tier on the device's side: blocks that leave the store and come back, bit for bit, with nobody else's."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from block_devices import (
+    KINDS,
+    NUM_BLOCKS,
+    SHAPES,
+    SIZE,
+    arrive_late,
+    assert_holds,
+    bare_device,
+    blocks,
+    copies_alive,
+    make_device,
+    offload,
+    overwrite,
+    restore,
+)
 
-from cbjax.attention import LayerGroups
-from cbjax.cache import HostTier, PagedAttentionCache, blocks_per_call
-from cbjax.programs import ModelDevice, StrictModeError
-from cbjax.scheduler import Offload, Restore, SchedulerConfig, scheduler_named
 from cbjax.testing import HistoryHashDevice
-
-NUM_BLOCKS, BLOCK_SIZE = 40, 4
-SIZE = blocks_per_call(BLOCK_SIZE)
-# (kv_heads, head_dim) of each array: like ones, and ones of several shapes between each other.
-SHAPES = {"alike": ((2, 8),) * 3, "mixed": ((2, 8), (1, 4), (2, 8), (3, 5))}
-KINDS = ["pinned_host", "unpinned_host", None]
-
-
-@functools.cache
-def compiled(shapes, dtype, num_blocks):
-    """The programs that move blocks, compiled once for all tests."""
-    device = bare_device(shapes, dtype, num_blocks)
-    list(device.compile_all(["gather", "scatter", "copy"]))
-    return device.programs
-
-
-def bare_device(shapes, dtype, num_blocks, *, tier=None):
-    """A device whose model is never asked."""
-    groups = LayerGroups(windows=(None,), shapes=shapes, places=tuple((0, j) for j in range(len(shapes))))
-    cache = PagedAttentionCache(groups, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype)
-    config = SchedulerConfig(
-        policy=scheduler_named("fifo"),
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        max_batch_tokens=8,
-        max_requests_per_batch=2,
-        max_blocks_per_request=4,
-        safety_margin=0.0,
-    )
-
-    def no_model(params):
-        raise AssertionError("no step runs here")
-
-    return ModelDevice(no_model, {}, cache, config, host_tier=tier)
-
-
-def make_device(shapes="alike", dtype="float32", num_blocks=NUM_BLOCKS, kind="pinned_host"):
-    """A device with a host tier and a store of random numbers, its reserved blocks NaN; also what is in it."""
-    device = bare_device(SHAPES[shapes], jnp.dtype(dtype), num_blocks, tier=HostTier(kind))
-    device.programs = dict(compiled(SHAPES[shapes], jnp.dtype(dtype), num_blocks))
-    device.strict = True
-    rng = np.random.default_rng(0)
-    content = [rng.standard_normal(spec.shape).astype(spec.dtype) for spec in device.cache.specs]
-    for array in content:
-        array[:, :, num_blocks:] = np.nan
-    device.cache.kv = [jnp.array(array) for array in content]
-    return device, content
-
-
-def blocks(*ids):
-    return np.array(ids, np.int32)
-
-
-def offload(uid, ids):
-    return Offload(uid=uid, slot=0, blocks=np.asarray(ids, np.int32))
-
-
-def restore(uid, index, ids):
-    return Restore(uid=uid, index=np.asarray(index, np.int32), blocks=np.asarray(ids, np.int32))
-
-
-def overwrite(device):
-    """A step that takes the store and leaves nothing of what was in its blocks."""
-    lost = jax.jit(lambda kv: [array * 0 - 1 for array in kv], donate_argnums=0)
-    device.cache.kv = lost(device.cache.kv)
-
-
-def copies_alive(kind):
-    """Arrays that lie in this kind of memory, of anybody in this process."""
-    return sum(array.sharding.memory_kind == kind for array in jax.live_arrays())
-
-
-def assert_holds(device, expected):
-    """Bits of every block, but for the write trash, which may hold anything."""
-    for array, wanted in zip(device.cache.kv, expected, strict=True):
-        got = np.asarray(array)
-        assert got.dtype == wanted.dtype
-        view = np.dtype(f"u{got.dtype.itemsize}")
-        assert np.array_equal(got[:, :, :-1].view(view), wanted[:, :, :-1].view(view))
-
 
 # There and back.
 
@@ -182,6 +111,7 @@ def test_rule_1_a_block_is_read_before_the_step_that_takes_the_store(kind):
     jax.block_until_ready(device.cache.kv)
     for round in range(10):
         device.cache.kv = [jnp.array(array) for array in content]
+        arrive_late(device)
         device.offload(offload(round, range(SIZE + 1)))
         old = device.cache.kv
         overwrite(device)
@@ -213,93 +143,6 @@ def test_invariant_3_nan_in_the_reserved_blocks_stays_there():
         assert_holds(device, content)
         assert all(np.isfinite(np.asarray(array)[:, :, :NUM_BLOCKS]).all() for array in device.cache.kv)
         assert all(np.isnan(np.asarray(array)[:, :, NUM_BLOCKS]).all() for array in device.cache.kv)
-
-
-# Copies within the store.
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.parametrize("count", [0, 1, SIZE, NUM_BLOCKS // 2])
-def test_blocks_are_copied_within_the_store(shapes, dtype, count):
-    device, content = make_device(shapes, dtype)
-    ids = np.random.default_rng(2).permutation(NUM_BLOCKS).astype(np.int32)
-    sources, destinations = ids[:count] // 2, ids[NUM_BLOCKS - count :]
-    device.copy_blocks(sources, destinations)
-    for array in content:
-        array[:, :, destinations] = array[:, :, sources]
-    assert_holds(device, content)
-
-
-@pytest.mark.parametrize("count", [2, SIZE, SIZE + 1, NUM_BLOCKS - 1])
-@pytest.mark.parametrize("step", [1, -1])
-def test_every_source_is_read_before_it_is_overwritten(count, step):
-    device, content = make_device()
-    sources = np.arange(count, dtype=np.int32)[::step]
-    device.copy_blocks(sources, sources + 1)
-    for array in content:
-        array[:, :, sources + 1] = array[:, :, sources].copy()
-    assert_holds(device, content)
-
-
-def test_blocks_can_change_places():
-    device, content = make_device()
-    device.copy_blocks(blocks(4, 8, 8), blocks(8, 4, 5))
-    for array in content:
-        array[:, :, [8, 4, 5]] = array[:, :, [4, 8, 8]]
-    assert_holds(device, content)
-
-
-def test_more_places_changed_all_around_than_a_call_takes_is_a_bug():
-    device, _ = make_device()
-    ids = np.arange(SIZE + 1, dtype=np.int32)
-    with pytest.raises(AssertionError, match="change places"):
-        device.copy_blocks(ids, np.roll(ids, 1))
-
-
-# The programs.
-
-
-@pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_temporaries_do_not_grow_with_the_pool_and_the_store_is_updated_in_place(shapes, dtype):
-    device, _ = make_device(shapes, dtype)
-    moved = SIZE * sum(spec.block_bytes for spec in device.cache.specs)
-    small, large = (compiled(SHAPES[shapes], jnp.dtype(dtype), n) for n in (NUM_BLOCKS, 4096))
-    pool = sum(spec.block_bytes for spec in device.cache.specs) * 4098
-    for key in ("gather", "scatter", "copy"):
-        assert small[key].temp_bytes == large[key].temp_bytes
-        assert 0 < large[key].temp_bytes < 3 * moved < pool / 50
-        aliased = large[key].call.memory_analysis().alias_size_in_bytes
-        assert aliased >= pool if key != "gather" else aliased == 0
-
-
-def test_invariant_7_with_a_tier_its_programs_belong_to_the_warm_up_and_without_they_do_not():
-    assert bare_device(SHAPES["alike"], jnp.float32, 8).missing([]) == ["table"]
-    device = bare_device(SHAPES["alike"], jnp.float32, 8, tier=HostTier(None))
-    assert device.missing([]) == ["table", "gather", "scatter"]
-    device.strict = True
-    with pytest.raises(StrictModeError, match="gather"):
-        device.offload(offload(1, [0]))
-    assert 1 not in device.host_tier
-
-
-def test_invariant_7_moving_blocks_compiles_nothing(caplog):
-    device, _ = make_device()
-    jax.block_until_ready(device.cache.kv)
-    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
-        for count in range(1, SIZE + 2):
-            device.offload(offload(count, range(count)))
-            device.restore(restore(count, range(0, count, 2), range(0, count, 2)))
-            device.copy_blocks(np.arange(count, dtype=np.int32), np.arange(20, 20 + count, dtype=np.int32))
-        assert "ompil" not in caplog.text
-        jax.jit(lambda x: x + 2)(1)
-        assert "ompil" in caplog.text, "jax no longer logs what it compiles"
-
-
-@pytest.mark.parametrize(("block_size", "expected"), [(4, 16), (16, 16), (32, 8), (256, 1), (4096, 1)])
-def test_a_call_moves_as_many_tokens_whatever_the_block_size(block_size, expected):
-    assert blocks_per_call(block_size) == expected
 
 
 # Dropping copies.
@@ -393,3 +236,11 @@ def test_the_history_hash_device_notices_a_wrong_restore(wrong):
     device.offload(offload(1, [0, 1]))
     with pytest.raises(AssertionError, match="uid 1"):
         device.restore(wrong)
+
+
+def test_a_restore_that_names_more_blocks_than_places_is_a_bug():
+    device, _ = make_device()
+    device.offload(offload(1, [0, 1]))
+    for index, to in (([0], [3, 4]), ([0, 1], [3])):
+        with pytest.raises(AssertionError, match="uid 1 restores other blocks"):
+            device.restore(restore(1, index, to))

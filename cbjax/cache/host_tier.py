@@ -29,7 +29,7 @@ class HostTier:
         self._homes: tuple[jax.sharding.Sharding, ...] = ()
 
     def keep(self, uid: int, calls: Iterable[Sequence[tuple[jax.Array, ...]]]) -> None:
-        """Copies a request's blocks, call by call, so that few of them are on the device twice.
+        """Copies a request's blocks, call by call; each is on the device twice until its copy has arrived.
 
         Args:
           uid: of a request that has no copy.
