@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 from cbjax.sampling.params import SamplingParams
 from cbjax.scheduler import MIN_BLOCK_SIZE, eviction_named, scheduler_named
-from cbjax.strict import check_bool, check_fraction, rejects_unknown_fields, set_checked_ints
+from cbjax.strict import check_bool, check_fraction, check_number, rejects_unknown_fields, set_checked_ints
 
 # Fields that exist for compatibility or are to come: the values that ask for nothing this version cannot do.
 _WITHOUT_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
     "use_async_batching": ((None, False), "steps run one after another in this version"),
     "use_cuda_graph": ((None, False), "every step is one compiled program already"),
     "default_compile_level": ((0,), "every step is one compiled program already"),
-    "cpu_offload_space": ((0, 0.0), "requests that lose their blocks are recomputed in this version"),
-    "cpu_offload_space_safety_threshold": ((0.8,), "there is no host-memory tier in this version"),
     "max_queue_size": ((0,), "requests are handed to the engine directly in this version"),
 }
 
@@ -37,9 +35,11 @@ class ContinuousBatchingConfig:
         and blocks that nobody holds any more are found again as long as there is room.
       eviction_policy: which of these go first when there is none: "lru", the one not used for longest, or "lifo", the
         one given up last.
-      use_async_batching, use_cuda_graph, default_compile_level, cpu_offload_space (GiB),
-        cpu_offload_space_safety_threshold, max_queue_size: no effect in this version; values that would ask for
-        something are refused.
+      cpu_offload_space: GiB of host memory that keep the KV blocks of requests which lose theirs, so that these come
+        back instead of being computed again. 0: none.
+      cpu_offload_space_safety_threshold: fraction of the available main memory that these take at most, above 0.
+      use_async_batching, use_cuda_graph, default_compile_level, max_queue_size: no effect in this version; values that
+        would ask for something are refused.
       scheduler_type: "fifo" or "prefill_first".
       safety_margin: fraction of the pool below which waiting requests are held back. None: 0.15 for fifo, 0.0 for
         prefill_first.
@@ -81,6 +81,13 @@ class ContinuousBatchingConfig:
         set_checked_ints(self, ("max_blocks_per_request", "seed"), minimum=0, none=True)
         check_fraction("max_memory_percent", self.max_memory_percent, none=True)
         check_fraction("safety_margin", self.safety_margin, none=True)
+        check_number("cpu_offload_space", self.cpu_offload_space, minimum=0)
+        check_fraction("cpu_offload_space_safety_threshold", self.cpu_offload_space_safety_threshold)
+        if not self.cpu_offload_space_safety_threshold:
+            raise ValueError(
+                "cpu_offload_space_safety_threshold must be above 0; got 0: to keep no blocks in host memory, "
+                "leave cpu_offload_space at 0"
+            )
         for name in ("allow_block_sharing", "return_logprobs", "per_request_processors", "compilation_cache"):
             check_bool(name, getattr(self, name))
         scheduler_named(self.scheduler_type)

@@ -22,7 +22,9 @@ from cbjax.requests import RequestState, RequestStatus
 from cbjax.sampling import SamplingParams
 from cbjax.scheduler import (
     Admission,
+    Offload,
     Request,
+    Restore,
     SchedulerConfig,
     StepOutputs,
     StepPlan,
@@ -51,7 +53,21 @@ class Device(Protocol):
         """Answers with `tokens`, `logprobs` and `finite`, one per row of the bucket."""
         ...
 
-    def recover(self) -> None: ...
+    def offload(self, offload: Offload) -> None:
+        """Keeps blocks' content in host memory; before anything of the same plan writes to the store."""
+        ...
+
+    def restore(self, restore: Restore) -> None:
+        """Brings content back, and drops the copy."""
+        ...
+
+    def discard(self, uid: int) -> None:
+        """Drops a copy that nobody will restore; nothing if there is none."""
+        ...
+
+    def recover(self) -> None:
+        """After an abort, with no request alive: sound arrays, and no copy in host memory."""
+        ...
 
 
 @dataclass(slots=True)

@@ -1,8 +1,12 @@
 """Every compiled program of an engine, and the device state they work on.
 
-The set is known from the ladder: one step per bucket, and one that writes block-table entries. A program that is
-missing is compiled when it is first needed, counted, and in strict mode refused. Shapes can never be compiled by
-accident, since only ahead-of-time compiled executables are called.
+The set is known from the ladder: one step per bucket, one that writes block-table entries, and with a host tier one
+each that takes blocks out of the store and puts them back. A program that is missing is compiled when it is first
+needed, counted, and in strict mode refused. Shapes can never be compiled by accident, since only ahead-of-time compiled
+executables are called.
+
+One thread dispatches, in a plan's order: what goes to the host, what comes back, copies, then the step. Each takes the
+store that the one before left behind, so whatever a block is used for next, its old content is read before.
 """
 
 from __future__ import annotations
@@ -18,14 +22,30 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from cbjax.cache import PagedAttentionCache
+from cbjax.cache import (
+    HostTier,
+    PagedAttentionCache,
+    blocks_per_call,
+    calls,
+    copy_blocks,
+    gather_blocks,
+    reads_first,
+    scatter_blocks,
+)
 from cbjax.descriptor import BatchDescriptor, Bucket, abstract
 from cbjax.host_memory import give_back_freed_memory
-from cbjax.scheduler import SchedulerConfig, TableDelta
+from cbjax.scheduler import Offload, Restore, SchedulerConfig, TableDelta
 from cbjax.step import Bind, SlotState, StepResult, initial_slots, make_step, write_table
 
 # Entries one call writes; more are written by more calls, so that one program serves all.
 TABLE_ENTRIES = 256
+# Programs other than steps, with their names for people.
+_OTHERS = {
+    "table": "block-table entries",
+    "gather": "blocks to the host",
+    "scatter": "blocks from the host",
+    "copy": "copies of blocks",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +76,21 @@ class ModelDevice:
       params: weights, an argument of every step; new ones of the same shapes compile nothing.
       cache: the KV store.
       slots: the slot state.
+      host_tier: where blocks are kept that lose their place; None: nowhere.
       strict: refuse to compile from now on.
     """
 
-    def __init__(self, bind: Bind, params: dict, cache: PagedAttentionCache, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        bind: Bind,
+        params: dict,
+        cache: PagedAttentionCache,
+        config: SchedulerConfig,
+        *,
+        host_tier: HostTier | None = None,
+    ) -> None:
         self.bind, self.params, self.cache, self.config = bind, params, cache, config
+        self.host_tier = host_tier
         self.strict = False
         self.programs: dict[Bucket | str, Program] = {}
         self.slots = self._fresh_slots()
@@ -75,8 +105,9 @@ class ModelDevice:
         )
 
     def missing(self, buckets: Iterable[Bucket]) -> list[Bucket | str]:
-        """Programs for these buckets that are not compiled yet."""
-        wanted: list[Bucket | str] = ["table", *buckets]
+        """Programs for these buckets that are not compiled yet; copies of blocks are left to when one is needed."""
+        others = ["table"] if self.host_tier is None else ["table", "gather", "scatter"]
+        wanted: list[Bucket | str] = [*others, *buckets]
         return [key for key in wanted if key not in self.programs]
 
     def compile(self, key: Bucket | str) -> Program:
@@ -113,13 +144,15 @@ class ModelDevice:
     def _lower(self, key: Bucket | str) -> tuple[jax.stages.Lowered, float]:
         """Traces a program; also the seconds that took."""
         start = time.perf_counter()
+        kv = _shapes(self.cache.kv)
         if isinstance(key, Bucket):
             jitted = jax.jit(make_step(self.bind, key, self.cache.groups), donate_argnums=(1, 2))
-            shapes = _shapes((self.params, self.cache.kv, self.slots))
-            lowered = jitted.lower(*shapes, abstract(key, self.config.num_words))
+            params, slots = _shapes((self.params, self.slots))
+            lowered = jitted.lower(params, kv, slots, abstract(key, self.config.num_words))
+        elif key == "table":
+            lowered = jax.jit(write_table, donate_argnums=0).lower(_shapes(self.slots), *[_ids(TABLE_ENTRIES)] * 4)
         else:
-            entries = jax.ShapeDtypeStruct((TABLE_ENTRIES,), np.int32)
-            lowered = jax.jit(write_table, donate_argnums=0).lower(_shapes(self.slots), *[entries] * 4)
+            lowered = _lower_block_program(key, kv, _ids(self._blocks_per_call))
         return lowered, time.perf_counter() - start
 
     def _program(self, key: Bucket | str) -> Callable:
@@ -137,6 +170,49 @@ class ModelDevice:
             entries[:, : part.shape[1]] = part
             self.slots = self._program("table")(self.slots, *entries)
 
+    @property
+    def _blocks_per_call(self) -> int:
+        return blocks_per_call(self.cache.block_size)
+
+    def offload(self, offload: Offload) -> None:
+        """Copies blocks to the host tier; waits only where that is made of NumPy arrays."""
+        assert self.host_tier is not None, "blocks go to a host tier that is off"
+        assert offload.uid not in self.host_tier, f"uid {offload.uid} is offloaded and has a copy already"
+        self.host_tier.keep(offload.uid, self._gathered(offload.blocks))
+
+    def _gathered(self, ids: np.ndarray) -> Iterator[list[tuple[jax.Array, ...]]]:
+        for part, call in calls(ids, self._blocks_per_call, padding=self.cache.num_blocks):
+            yield self._program("gather")(self.cache.kv, call)[: part.stop - part.start]
+
+    def restore(self, restore: Restore) -> None:
+        """Brings blocks back from the host tier, whose copy is dropped; waits for nothing."""
+        assert self.host_tier is not None, "blocks come from a host tier that is off"
+        assert restore.uid in self.host_tier, f"uid {restore.uid} is restored and has no copy"
+        assert len(restore.index) == len(restore.blocks), f"uid {restore.uid} restores other blocks than it names"
+        size = self._blocks_per_call
+        for part, call in calls(restore.blocks, size, padding=self.cache.num_blocks + 1):
+            blocks = self.host_tier.fetch(restore.uid, restore.index[part])
+            blocks += [blocks[0]] * (size - len(blocks))
+            self.cache.kv = self._program("scatter")(self.cache.kv, blocks, call)
+        self.host_tier.discard(restore.uid)
+
+    def discard(self, uid: int) -> None:
+        """Drops a request's copy in the host tier, if there is one."""
+        if self.host_tier is not None:
+            self.host_tier.discard(uid)
+
+    def copy_blocks(self, sources: np.ndarray, destinations: np.ndarray) -> None:
+        """Copies blocks within the store, i32[copies] each; every source is read before anything is written.
+
+        Destinations are all different.
+        """
+        trash, size = self.cache.num_blocks, self._blocks_per_call
+        for together in reads_first(sources, destinations, size):
+            reads = calls(sources[together], size, padding=trash)
+            writes = calls(destinations[together], size, padding=trash + 1)
+            for (_, source), (_, destination) in zip(reads, writes, strict=True):
+                self.cache.kv = self._program("copy")(self.cache.kv, source, destination)
+
     def forward(self, batch: BatchDescriptor, bucket: Bucket) -> StepResult:
         """Dispatches one step; returns without waiting for it."""
         call = self._program(bucket)
@@ -144,13 +220,20 @@ class ModelDevice:
         return result
 
     def recover(self) -> None:
-        """After an interrupted dispatch: if a donated array is gone, fresh ones. Only with no request alive."""
+        """After an interrupted dispatch: if a donated array is gone, fresh ones. Only with no request alive.
+
+        So whatever the host tier still holds is nobody's.
+        """
+        if self.host_tier is not None:
+            self.host_tier.clear()
         if self.cache.is_lost or self.slots.table.is_deleted() or self.slots.last_token.is_deleted():
             self.cache.reset()
             self.slots = self._fresh_slots()
 
     def close(self) -> None:
-        """Gives the device memory of store and slot state back."""
+        """Gives the memory of store, slot state and host tier back."""
+        if self.host_tier is not None:
+            self.host_tier.clear()
         self.cache.close()
         for array in jax.tree.leaves(self.slots):
             if not array.is_deleted():
@@ -163,12 +246,22 @@ def _compile(key: Bucket | str, lowered: jax.stages.Lowered, traced: float) -> t
     start = time.perf_counter()
     executable = lowered.compile()
     program = Program(
-        name=str(key) if isinstance(key, Bucket) else "block-table entries",
+        name=str(key) if isinstance(key, Bucket) else _OTHERS[key],
         call=executable,
         seconds=traced + time.perf_counter() - start,
         temp_bytes=getattr(executable.memory_analysis(), "temp_size_in_bytes", 0),
     )
     return key, program
+
+
+def _lower_block_program(key: str, kv: list[jax.ShapeDtypeStruct], ids: jax.ShapeDtypeStruct) -> jax.stages.Lowered:
+    """One of the programs that move whole blocks, for a store and ids of these shapes."""
+    if key == "gather":
+        return jax.jit(gather_blocks).lower(kv, ids)
+    if key == "scatter":
+        return jax.jit(scatter_blocks, donate_argnums=0).lower(kv, jax.eval_shape(gather_blocks, kv, ids), ids)
+    assert key == "copy", f"there is no program {key!r}"
+    return jax.jit(copy_blocks, donate_argnums=0).lower(kv, ids, ids)
 
 
 @contextmanager
@@ -179,6 +272,10 @@ def _deep_stacks() -> Iterator[None]:
         yield
     finally:
         threading.stack_size(before)
+
+
+def _ids(count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count,), np.int32)
 
 
 def _shapes(tree):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 from cbjax.config import ContinuousBatchingConfig, WorkloadHints
@@ -29,6 +30,7 @@ _ACCELERATOR_DEFAULTS = {"max_batch_tokens": 8192, "max_requests_per_batch": 102
 _MIN_BATCH_TOKENS = 256
 # Of the engine's memory, what a step's temporaries may take before max_batch_tokens is lowered.
 _TEMPORARY_SHARE = 0.25
+_MIB, _GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,7 @@ class ResolvedConfig:
       scheduler: budgets, pool and policy.
       ladder: buckets.
       num_bytes: of the KV store, the two reserved blocks included.
+      host_blocks: blocks that the host tier holds; 0: there is none.
       decisions: every field's, in order.
     """
 
@@ -75,6 +78,7 @@ class ResolvedConfig:
     scheduler: SchedulerConfig
     ladder: Ladder
     num_bytes: int
+    host_blocks: int
     decisions: tuple[Decision, ...]
 
     @property
@@ -135,6 +139,8 @@ def resolve(
     policy = scheduler_named(config.scheduler_type)
     need = _workload_blocks(config, hints, model, tokens, rows)
     margin = _margin(config, need, num_blocks, policy.default_safety_margin, decisions)
+    num_bytes = (num_blocks + NUM_RESERVED_BLOCKS) * config.block_size * model.block_bytes_per_token
+    host_blocks = _host_blocks(config, machine, model, num_bytes, decisions)
     decisions += _fixed(config, hints)
     scheduler = SchedulerConfig(
         policy=policy,
@@ -148,12 +154,14 @@ def resolve(
         num_words=NUM_WORDS,
         shares_blocks=config.allow_block_sharing,
         eviction=eviction_named(config.eviction_policy),
+        host_blocks=host_blocks,
     )
     return ResolvedConfig(
         config=config,
         scheduler=scheduler,
         ladder=make_ladder(max_batch_tokens=tokens, max_rows=rows, decode=config.max_blocks_per_request != 0),
-        num_bytes=(num_blocks + NUM_RESERVED_BLOCKS) * config.block_size * model.block_bytes_per_token,
+        num_bytes=num_bytes,
+        host_blocks=host_blocks,
         decisions=tuple(decisions),
     )
 
@@ -241,6 +249,42 @@ def _margin(config, need: int, num_blocks: int, default: float, decisions: list[
     return used
 
 
+def _host_blocks(config, machine: MachineFacts, model: ModelFacts, pool: int, decisions: list[Decision]) -> int:
+    """Blocks of the host tier; `pool` is the bytes of the store, which a CPU takes from the same memory."""
+    space, threshold = config.cpu_offload_space, config.cpu_offload_space_safety_threshold
+    blocks, used, why = 0, 0.0, "requests that lose their blocks are recomputed"
+    why_threshold = "without effect: no host-memory tier"
+    if space:
+        most, why_threshold = _host_bytes(threshold, machine, pool)
+        block_bytes = config.block_size * model.block_bytes_per_token
+        blocks = int(min(space * _GIB, most)) // block_bytes
+        size = f"of {block_bytes / _MIB:.3g} MiB"
+        if not blocks:
+            why = f"not given: it holds no block {size}; {why}"
+        else:
+            used = round(min(space, most / _GIB), 3)
+            why = f"{blocks} blocks {size} in {machine.host_memory}"
+            if machine.platform == "cpu":
+                why += "; on a CPU that is the pool's own memory, so the tier saves work and no memory"
+        if most < space * _GIB:
+            why += f"; at most {threshold:.0%} {why_threshold}"
+    decisions += [
+        Decision(field="cpu_offload_space", asked=space, used=used, why=why),
+        Decision(field="cpu_offload_space_safety_threshold", asked=threshold, used=threshold, why=why_threshold),
+    ]
+    return blocks
+
+
+def _host_bytes(threshold: float, machine: MachineFacts, pool: int) -> tuple[float, str]:
+    """Bytes that the host tier may take, and what they are a share of."""
+    if machine.available_ram_bytes is None:
+        return sys.maxsize, "without effect: the available main memory is not known"
+    if machine.platform != "cpu":
+        return threshold * machine.available_ram_bytes, f"of {machine.available_ram_bytes / _GIB:.2f} GiB available"
+    beside = max(0, machine.available_ram_bytes - pool)
+    return threshold * beside, f"of {beside / _GIB:.2f} GiB available beside the pool"
+
+
 def _fixed(config: ContinuousBatchingConfig, hints: WorkloadHints) -> list[Decision]:
     def decision(field: str, used: object, why: str) -> Decision:
         return Decision(field=field, asked=getattr(config, field), used=used, why=why)
@@ -252,8 +296,6 @@ def _fixed(config: ContinuousBatchingConfig, hints: WorkloadHints) -> list[Decis
         decision("use_async_batching", False, "steps run one after another"),
         decision("use_cuda_graph", False, "every step is one compiled program"),
         decision("default_compile_level", 0, "every step is one compiled program"),
-        decision("cpu_offload_space", 0.0, "requests that lose their blocks are recomputed"),
-        decision("cpu_offload_space_safety_threshold", 0.8, "without effect: no host-memory tier"),
         decision("per_request_processors", True, "sampling settings are always per request"),
         decision("max_queue_size", 0, "requests are handed to the engine directly"),
         *_per_call(config),

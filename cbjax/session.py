@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from cbjax.attention import LayerGroups, layer_groups
-from cbjax.cache import PagedAttentionCache, store_specs
+from cbjax.cache import HostTier, PagedAttentionCache, store_specs
 from cbjax.compilation_cache import enable_compilation_cache
 from cbjax.config import ContinuousBatchingConfig, WorkloadHints
 from cbjax.descriptor import Bucket
@@ -53,7 +53,8 @@ class Session:
         cache = PagedAttentionCache(
             groups, num_blocks=scheduler.num_blocks, block_size=scheduler.block_size, dtype=lm.dtype
         )
-        self.device = ModelDevice(lm.bind, lm.params, cache, scheduler)
+        host_tier = HostTier(self.machine.host_memory.kind) if resolved.host_blocks else None
+        self.device = ModelDevice(lm.bind, lm.params, cache, scheduler, host_tier=host_tier)
         self.engine = Engine(
             self.device,
             scheduler,
@@ -117,7 +118,7 @@ class Session:
             self.engine.renew()
 
     def close(self) -> None:
-        """Gives the store's memory back."""
+        """Gives the memory of the store and of the host tier back."""
         self.device.close()
 
 

@@ -67,6 +67,18 @@ def check_fraction(name: str, value: object, *, none: bool = False) -> None:
         raise ValueError(f"{name} must be in [0, 1]; got {value!r}")
 
 
+def check_number(name: str, value: object, *, minimum: float) -> None:
+    """A finite real number of at least `minimum`.
+
+    Raises:
+      TypeError, ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of at least {minimum}; got {value!r}")
+    if not minimum <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least {minimum}; got {value!r}")
+
+
 def check_bool(name: str, value: object, *, none: bool = False) -> None:
     """A bool, or None where allowed.
 

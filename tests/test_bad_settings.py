@@ -71,6 +71,18 @@ def test_configs_cannot_be_changed():
         ("allow_block_sharing", None, TypeError),
         ("per_request_processors", "yes", TypeError),
         ("compilation_cache", 0, TypeError),
+        ("cpu_offload_space", -0.5, ValueError),
+        ("cpu_offload_space", float("nan"), ValueError),
+        ("cpu_offload_space", float("inf"), ValueError),
+        ("cpu_offload_space", None, TypeError),
+        ("cpu_offload_space", True, TypeError),
+        ("cpu_offload_space", "4", TypeError),
+        ("cpu_offload_space_safety_threshold", 0, ValueError),
+        ("cpu_offload_space_safety_threshold", -0.1, ValueError),
+        ("cpu_offload_space_safety_threshold", 1.01, ValueError),
+        ("cpu_offload_space_safety_threshold", float("nan"), ValueError),
+        ("cpu_offload_space_safety_threshold", None, TypeError),
+        ("cpu_offload_space_safety_threshold", "80%", TypeError),
         ("seed", -1, ValueError),
         ("seed", 1.5, TypeError),
     ],
@@ -121,8 +133,6 @@ WITHOUT_EFFECT = {
     "use_async_batching": True,
     "use_cuda_graph": True,
     "default_compile_level": 1,
-    "cpu_offload_space": 4.0,
-    "cpu_offload_space_safety_threshold": 0.5,
     "max_queue_size": 10,
 }
 
@@ -133,7 +143,7 @@ def test_a_field_without_effect_refuses_what_would_ask_for_something(field, valu
         ContinuousBatchingConfig(**{field: value})
 
 
-@pytest.mark.parametrize("field", WITHOUT_EFFECT)
+@pytest.mark.parametrize("field", [*WITHOUT_EFFECT, "cpu_offload_space", "cpu_offload_space_safety_threshold"])
 def test_invariant_8_a_field_without_effect_is_reported(lm, field):
     lm.generate_batch([[1]], GREEDY, BATCHING)
     (line,) = [line for line in lm.session.resolved.report().splitlines() if line.split()[0] == field]

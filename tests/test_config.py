@@ -107,6 +107,8 @@ def test_values_at_the_ends_of_their_ranges_are_accepted(scheduler_type, margin)
         "scheduler_type": scheduler_type,
         "safety_margin": margin,
         "max_memory_percent": 1.0,
+        "cpu_offload_space": 0,
+        "cpu_offload_space_safety_threshold": 1,
     }
     config = ContinuousBatchingConfig(**ends)
     assert {name: getattr(config, name) for name in ends} == ends
@@ -118,7 +120,6 @@ def test_values_at_the_ends_of_their_ranges_are_accepted(scheduler_type, margin)
         {"use_async_batching": False},
         {"use_cuda_graph": False},
         {"default_compile_level": 0},
-        {"cpu_offload_space": 0},
         {"per_request_processors": True},
         {"per_request_processors": False},
         {"allow_block_sharing": False},

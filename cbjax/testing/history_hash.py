@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cbjax.descriptor import BatchDescriptor, Bucket
-from cbjax.scheduler import NUM_RESERVED_BLOCKS, StepOutputs, TableDelta, Window, first_column
+from cbjax.scheduler import NUM_RESERVED_BLOCKS, Offload, Restore, StepOutputs, TableDelta, Window, first_column
 
 _MULTIPLIER = 6364136223846793005
 _INCREMENT = 1442695040888963407
@@ -47,6 +47,7 @@ class HistoryHashDevice:
       cells: i32[2, (num_blocks + 2) * block_size], token and position of each KV cell; -1 where nothing was written.
       history: u64[(num_blocks + 2) * block_size], hash of the tokens up to and with each cell's.
       table: i32[groups, slots + 1, max_blocks], as on a real device.
+      copies: of offloaded blocks by uid, their cells i32[2, blocks, block_size] and history u64[blocks, block_size].
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class HistoryHashDevice:
         self.history = np.zeros(num_cells, np.uint64)
         self.table = np.full((len(self.windows), num_slots + 1, max_blocks), num_blocks, np.int32)
         self.last_token = np.zeros(num_slots + 1, np.int32)
-        self.copies = {}
+        self.copies: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def update_table(self, delta: TableDelta) -> None:
         """Writes block-table entries."""
@@ -95,22 +96,45 @@ class HistoryHashDevice:
             tokens=answers, logprobs=np.zeros(rows_of_bucket, np.float32), finite=np.ones(rows_of_bucket, bool)
         )
 
-    def offload(self, offload) -> None:
-        assert offload.uid not in self.copies, "offloaded twice"
-        where = offload.blocks[:, None] * self.block_size + np.arange(self.block_size)
-        self.copies[offload.uid] = self.cells[:, where], self.history[where]
+    def offload(self, offload: Offload) -> None:
+        """Copies blocks; a request has at most one copy."""
+        assert offload.uid not in self.copies, f"uid {offload.uid} is offloaded and has a copy already"
+        assert self._are_distinct(offload.blocks), f"uid {offload.uid} offloads blocks that nobody can hold, or twice"
+        where = self._cells_of(offload.blocks)
+        self.copies[offload.uid] = (self.cells[:, where], self.history[where])
 
-    def restore(self, restore) -> None:
+    def restore(self, restore: Restore) -> None:
+        """Writes blocks of a copy back, and drops it."""
+        assert restore.uid in self.copies, f"uid {restore.uid} is restored and has no copy"
+        assert self._are_distinct(restore.blocks), (
+            f"uid {restore.uid} restores to blocks that nobody can hold, or twice"
+        )
         cells, history = self.copies.pop(restore.uid)
-        where = restore.blocks[:, None] * self.block_size + np.arange(self.block_size)
-        self.cells[:, where] = cells[:, restore.index]
-        self.history[where] = history[restore.index]
+        in_copy = (restore.index >= 0) & (restore.index < len(history))
+        assert len(restore.index) == len(restore.blocks), f"uid {restore.uid} restores other blocks than it names"
+        assert in_copy.all(), f"uid {restore.uid} restores blocks that its copy lacks"
+        where = self._cells_of(restore.blocks)
+        self.cells[:, where], self.history[where] = cells[:, restore.index], history[restore.index]
 
     def discard(self, uid: int) -> None:
+        """Drops a copy, if there is one."""
         self.copies.pop(uid, None)
 
     def recover(self) -> None:
-        """Nothing is ever lost here."""
+        """Nothing is ever lost here; copies are nobody's any more."""
+        self.copies.clear()
+
+    def close(self) -> None:
+        """Drops the copies, as a real device does."""
+        self.copies.clear()
+
+    def _are_distinct(self, blocks: np.ndarray) -> bool:
+        """Whether these are blocks that can be handed out, none of them twice."""
+        return len(np.unique(blocks)) == len(blocks) and bool(((blocks >= 0) & (blocks < self.num_blocks)).all())
+
+    def _cells_of(self, blocks: np.ndarray) -> np.ndarray:
+        """Indices of the cells of each block, [blocks, block_size]."""
+        return blocks[:, None] * self.block_size + np.arange(self.block_size)
 
     def _where(self, group: int, slot: int, positions: np.ndarray) -> np.ndarray:
         block = self.table[group, slot, positions // self.block_size]
