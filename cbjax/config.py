@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cbjax.sampling.params import SamplingParams
+from cbjax.sampling.params import SamplingParams, derive_seed
 from cbjax.scheduler import MIN_BLOCK_SIZE, eviction_named, scheduler_named
 from cbjax.strict import check_bool, check_fraction, check_number, rejects_unknown_fields, set_checked_ints
 
@@ -112,6 +112,8 @@ class GenerationConfig:
       top_p: keep the smallest set of the largest probabilities whose mass reaches this, in (0, 1]. None: all.
       seed: the request's tokens depend on it, the prompt, these settings and the weights only. None: derived from
         `ContinuousBatchingConfig.seed` and the request's place in the call.
+      num_return_sequences: continuations of the prompt, each an output of its own and sampled under a seed of its own,
+        which follows from the request's; the prompt is computed once. At least 1.
       eos_token_id: ids that end the request. None: the model's own; -1 (or an empty sequence): none.
 
     Raises:
@@ -124,17 +126,24 @@ class GenerationConfig:
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
+    num_return_sequences: int = 1
     eos_token_id: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         set_checked_ints(self, ("max_new_tokens",), minimum=1, none=True)
         set_checked_ints(self, ("seed",), minimum=0, none=True)
+        set_checked_ints(self, ("num_return_sequences",), minimum=1)
         check_bool("do_sample", self.do_sample, none=True)
         self.eos_token_ids(())
         if self.do_sample is False and self.asks_to_sample:
             raise ValueError(
                 "do_sample=False takes the largest logit and leaves temperature, top_k and top_p without effect; got "
                 f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: drop one or the other"
+            )
+        if self.num_return_sequences > 1 and not self.samples:
+            raise ValueError(
+                f"num_return_sequences={self.num_return_sequences} greedy continuations of a prompt are all the same: "
+                "set a temperature, top_k or top_p (or do_sample=True), or leave it at 1"
             )
         self.sampling(seed=0, logprobs=False)
 
@@ -143,14 +152,20 @@ class GenerationConfig:
         """Whether a setting only makes sense for a sampled request."""
         return bool(self.temperature) or self.top_k not in (None, 0, -1) or self.top_p not in (None, 1, 1.0)
 
-    def sampling(self, *, seed: int, logprobs: bool) -> SamplingParams:
-        """The sampler's settings; `seed` is used if the config has none."""
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn, not taken by the largest logit."""
+        return self.asks_to_sample if self.do_sample is None else self.do_sample
+
+    def sampling(self, *, seed: int, logprobs: bool, continuation: int = 0) -> SamplingParams:
+        """The sampler's settings; `seed` is used if the config has none. Each continuation has a seed of its own."""
+        seed = seed if self.seed is None else self.seed
         return SamplingParams(
-            do_sample=self.asks_to_sample if self.do_sample is None else self.do_sample,
+            do_sample=self.samples,
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            seed=seed if self.seed is None else self.seed,
+            seed=derive_seed(seed, continuation) if continuation else seed,
             logprobs=logprobs,
         )
 

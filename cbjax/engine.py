@@ -61,6 +61,10 @@ class Device(Protocol):
         """Brings content back, and drops the copy."""
         ...
 
+    def copy_blocks(self, sources: np.ndarray, destinations: np.ndarray) -> None:
+        """Copies blocks within the store, i32[copies] each; all sources are read before any destination is written."""
+        ...
+
     def discard(self, uid: int) -> None:
         """Drops a copy that nobody will restore; nothing if there is none."""
         ...
@@ -135,6 +139,8 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         sampling: SamplingParams,
         created: float | None = None,
+        fork_of: RequestState | None = None,
+        continuation: int = 0,
     ) -> RequestState:
         """Puts a request into the waiting line.
 
@@ -144,6 +150,8 @@ class Engine:
           max_new_tokens: None means as many as the model's positions and the pool allow.
           sampling: how output tokens are chosen, and whether their logprobs are wanted.
           created: when it was handed in, by `time.perf_counter`; None: now.
+          fork_of: a request submitted before with the same prompt, which is then computed once for both.
+          continuation: told in the output; which of its prompt's continuations it is, from 0.
 
         Raises:
           TypeError, ValueError: what was handed in cannot be served; nothing else is touched.
@@ -157,6 +165,7 @@ class Engine:
             max_new_tokens=limit,
             eos_token_ids=eos_token_ids,
             words=sampling.pack(),
+            fork_of=None if fork_of is None else fork_of.uid,
         )
         self.state = add(self.state, request)
         now = time.perf_counter()
@@ -167,6 +176,7 @@ class Engine:
             prompt=ids,
             max_new_tokens=limit,
             wants_logprobs=sampling.logprobs,
+            continuation=continuation,
             created_time=time.time() - (now - created),
             created=created,
         )
@@ -243,6 +253,8 @@ class Engine:
             self.device.offload(offload)
         for restore in plan.restores:
             self.device.restore(restore)
+        if len(plan.copies):
+            self.device.copy_blocks(plan.copies.sources, plan.copies.destinations)
         self.device.update_table(plan.table)
         self._in_flight.append((plan, self.device.forward(descriptor, bucket)))
         self._account(plan, bucket)

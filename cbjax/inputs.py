@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -24,6 +24,7 @@ class Prepared:
 
     Attributes:
       index: place in the call.
+      continuation: which of the prompt's continuations, from 0.
       prompt: token ids, not yet checked against the model; empty if `error`.
       error: what is wrong with the input, for its caller.
     """
@@ -32,7 +33,13 @@ class Prepared:
     request_id: str
     prompt: Sequence[int] | np.ndarray
     config: GenerationConfig
+    continuation: int = 0
     error: str | None = None
+
+    def continuations(self) -> list[Prepared]:
+        """This and the other continuations that its config asks for; these are named after it."""
+        others = range(1, self.config.num_return_sequences)
+        return [self, *(replace(self, continuation=i, request_id=f"{self.request_id}__child#{i}") for i in others)]
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] | np.ndarray:

@@ -30,7 +30,7 @@ class Job:
     Attributes:
       prepared: its inputs.
       requests: those that the engine accepted.
-      refused: outputs of the others, by place in the call.
+      refused: outputs of the others, by name.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Job:
         self.lm, self.config, self.prepared, self.session = lm, config, prepared, session
         self.engine = session.engine
         self.requests: list[RequestState] = []
-        self.refused: dict[int, GenerationOutput] = {}
+        self.refused: dict[str, GenerationOutput] = {}
         self.started = self.warmup_seconds = 0.0
 
     def steps(self) -> Iterator[list[RequestState]]:
@@ -73,21 +73,31 @@ class Job:
         hints = [hints_of([p], self.lm.max_positions, max_tokens) for p in self.prepared]
         served = [(p, h) for p, h in zip(self.prepared, hints, strict=True) if h.num_requests]
         cached = self.engine.num_cached(served[0][0].prompt) if len(served) == 1 else 0
-        buckets = reachable_buckets(self.session.resolved, [h for _, h in served], cached=cached)
+        buckets = reachable_buckets(
+            self.session.resolved,
+            [h for _, h in served],
+            cached=cached,
+            forked=sum(len(p.prompt) - 1 for p, _ in served if p.continuation),
+        )
         start = time.perf_counter()
-        self.session.warmup(buckets, progress_bar=progress_bar)
+        forks = any(p.continuation for p in self.prepared)
+        self.session.warmup(buckets, forks=forks, progress_bar=progress_bar)
         self.warmup_seconds = time.perf_counter() - start
 
     def _submit(self) -> None:
+        first: dict[int, RequestState] = {}  # of each prompt's continuations
         base = secrets.randbits(63) if self.config.seed is None else self.config.seed
         eos, logprobs = self.lm.eos_token_ids, self.config.return_logprobs
         for p in self.prepared:
             try:
                 seed = derive_seed(base, p.index)
-                self.requests.append(submit(self.engine, p, seed=seed, eos_token_ids=eos, logprobs=logprobs))
+                fork_of = first.get(p.index)
+                state = submit(self.engine, p, seed=seed, eos_token_ids=eos, logprobs=logprobs, fork_of=fork_of)
+                self.requests.append(state)
+                first.setdefault(p.index, state)
             except (TypeError, ValueError) as error:
                 log.warning("request %s is refused: %s", p.request_id, error)
-                self.refused[p.index] = without_tokens(p, RequestStatus.FAILED, str(error))
+                self.refused[p.request_id] = without_tokens(p, RequestStatus.FAILED, str(error))
 
     def progress(self) -> str:
         """Tokens so far, and how many run and wait."""
@@ -101,8 +111,8 @@ class Job:
         done = {state.request_id: state for state in self.requests}
         outputs = {}
         for p in self.prepared:
-            if p.index in self.refused:
-                outputs[p.request_id] = self.refused[p.index]
+            if p.request_id in self.refused:
+                outputs[p.request_id] = self.refused[p.request_id]
             elif p.request_id in done:
                 outputs[p.request_id] = output_of(done[p.request_id], self.lm.tokenizer)
             else:

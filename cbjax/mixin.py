@@ -81,7 +81,8 @@ class ContinuousMixin:
           continuous_batching_config: how to batch; None: the model's own, at first the defaults.
           progress_bar: show progress of compiling and of the requests.
           warmup: compile what the job can reach before it starts, so that no step waits for a compiler.
-          request_ids: a name for each prompt; None: "req_0", "req_1", ... over the life of the model.
+          request_ids: a name for each prompt; None: "req_0", "req_1", ... over the life of the model. Further
+            continuations of a prompt (`num_return_sequences`) follow it as "<its name>__child#1", ...
 
         Returns:
           Outputs by request id, in the order of `inputs`.
@@ -120,6 +121,11 @@ class ContinuousMixin:
 
         with self._exclusive():
             job = self._job([prompt], generation_config, continuous_batching_config, None)
+            if len(job.prepared) > 1:
+                raise ValueError(
+                    f"stream yields one continuation; got num_return_sequences={len(job.prepared)}: "
+                    "use generate_batch, or a manager and its add_request(streaming=True)"
+                )
             with job.running(warmup=True, progress_bar=progress_bar):
                 detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
                 text, told = "", 0
@@ -278,7 +284,8 @@ class ContinuousMixin:
             names = [f"req_{next(self._auto_ids)}" for _ in range(count)]
         else:
             names = checked_names(count, request_ids)
-        prepared = prepare(inputs, configs, names, self.tokenizer)
+        prepared = [each for p in prepare(inputs, configs, names, self.tokenizer) for each in p.continuations()]
+        checked_names(len(prepared), [p.request_id for p in prepared])
         hints = hints_of(prepared, self.max_positions, max_request_tokens(config))
         return Job(self, config, prepared, self._session_for(config, hints, rounded(hints)))
 

@@ -104,9 +104,9 @@ class ModelDevice:
             num_blocks=config.num_blocks,
         )
 
-    def missing(self, buckets: Iterable[Bucket]) -> list[Bucket | str]:
-        """Programs for these buckets that are not compiled yet; copies of blocks are left to when one is needed."""
-        others = ["table"] if self.host_tier is None else ["table", "gather", "scatter"]
+    def missing(self, buckets: Iterable[Bucket], *, forks: bool = False) -> list[Bucket | str]:
+        """Programs for these buckets that are not compiled yet, and with `forks` the one that copies blocks."""
+        others = ["table"] + ["copy"] * forks + ["gather", "scatter"] * (self.host_tier is not None)
         wanted: list[Bucket | str] = [*others, *buckets]
         return [key for key in wanted if key not in self.programs]
 

@@ -26,6 +26,7 @@ class GenerationOutput:
     Attributes:
       request_id: the caller's name for it.
       prompt_ids: the prompt's token ids; never changed by a soft reset.
+      continuation: which of the prompt's continuations it is, from 0 (`num_return_sequences`).
       generated_tokens: output token ids, an EOS that ended it included.
       text: the output as text without special tokens; "" without a tokenizer.
       logprobs: log-probability of each output token under the distribution it was drawn from (the raw one for greedy
@@ -44,6 +45,7 @@ class GenerationOutput:
     request_id: str
     prompt_ids: list[int]
     generated_tokens: list[int]
+    continuation: int = 0
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
@@ -85,6 +87,7 @@ class RequestState:
     prompt: np.ndarray
     max_new_tokens: int
     wants_logprobs: bool
+    continuation: int = 0
     created_time: float
     created: float
     started: float | None = None
@@ -111,6 +114,7 @@ class RequestState:
             request_id=self.request_id,
             prompt_ids=self.prompt.tolist(),
             generated_tokens=list(self.generated_tokens),
+            continuation=self.continuation,
             text=text,
             logprobs=list(self.logprobs),
             status=self.status,

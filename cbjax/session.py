@@ -84,13 +84,15 @@ class Session:
             columns = min(blocks_for(longest, mine.block_size), columns)
         return wanted.num_blocks <= mine.num_blocks and columns <= mine.max_blocks_per_request
 
-    def warmup(self, buckets: Sequence[Bucket] | None = None, *, progress_bar: bool = False) -> list[Program]:
-        """Compiles what is missing for these buckets (None: the whole ladder).
+    def warmup(
+        self, buckets: Sequence[Bucket] | None = None, *, forks: bool = True, progress_bar: bool = False
+    ) -> list[Program]:
+        """Compiles what is missing for these buckets (None: the whole ladder), and what forks need.
 
         Returns:
           The programs compiled now.
         """
-        missing = self.device.missing(self.resolved.ladder.buckets if buckets is None else buckets)
+        missing = self.device.missing(self.resolved.ladder.buckets if buckets is None else buckets, forks=forks)
         compiled = []
         show = progress_bar and bool(missing)
         with progress(show=show, total=len(missing), desc="compiling", unit="program", leave=False) as bar:
@@ -168,13 +170,14 @@ def _power_of_two(value: int) -> int:
 
 
 def reachable_buckets(
-    resolved: ResolvedConfig, requests: Sequence[WorkloadHints], *, cached: int = 0
+    resolved: ResolvedConfig, requests: Sequence[WorkloadHints], *, cached: int = 0, forked: int = 0
 ) -> tuple[Bucket, ...]:
     """Buckets that a job can come to need.
 
     Args:
       requests: lengths of each request, on its own.
       cached: tokens that the prefix cache has of a single request.
+      forked: prompt tokens that are not computed, since another continuation of the prompt computes them.
     """
     ladder, scheduler = resolved.ladder, resolved.scheduler
     if not requests:
@@ -183,7 +186,7 @@ def reachable_buckets(
         prompt, generated = requests[0].max_prompt_length, requests[0].max_generated_length
         chunk = scheduler.chunk_limit(prompt + max(0, generated - 1))
         return ladder.reachable_alone(prompt - cached, generated, chunk)
-    prompts = sum(hints.max_prompt_length for hints in requests)
+    prompts = sum(hints.max_prompt_length for hints in requests) - forked
     cells = [hints.max_prompt_length + hints.max_generated_length for hints in requests]
     # What was generated is prefilled again only if somebody can be soft-reset.
     need = held_together(

@@ -24,13 +24,14 @@ def submit(
     eos_token_ids: tuple[int, ...],
     logprobs: bool,
     created: float | None = None,
+    fork_of: RequestState | None = None,
 ) -> RequestState:
     """Hands an input to the engine.
 
     Args:
       seed: used if the input's config has none.
       eos_token_ids: used if the input's config names none.
-      created: as in `Engine.submit`.
+      created, fork_of: as in `Engine.submit`.
 
     Raises:
       TypeError, ValueError: the input is a bad one; nothing else is touched.
@@ -42,8 +43,10 @@ def submit(
         p.prompt,
         max_new_tokens=p.config.max_new_tokens,
         eos_token_ids=p.config.eos_token_ids(eos_token_ids),
-        sampling=p.config.sampling(seed=seed, logprobs=logprobs),
+        sampling=p.config.sampling(seed=seed, logprobs=logprobs, continuation=p.continuation),
         created=created,
+        fork_of=fork_of,
+        continuation=p.continuation,
     )
 
 
@@ -75,5 +78,6 @@ def without_tokens(p: Prepared, status: RequestStatus, error: str) -> Generation
         status=status,
         error=error,
         finish_reason=status.name.lower(),
+        continuation=p.continuation,
         created_time=time.time(),
     )

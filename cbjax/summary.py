@@ -20,7 +20,7 @@ class RunSummary:
 
     Attributes:
       requests: by how they ended.
-      prompt_tokens: of requests that ran.
+      prompt_tokens: of requests that ran; of several continuations of a prompt once.
       seconds: from the first submission to the last end, warm-up not counted.
       first_token: median and maximum of the times to first token; None if no token came.
       steps: by bucket kind.
@@ -104,7 +104,7 @@ def summarize(
         kinds[bucket.kind] += count
     return RunSummary(
         requests=dict(Counter(RequestStatus(output.status).name.lower() for output in outputs)),
-        prompt_tokens=sum(len(output.prompt_ids) for output in outputs if output.lifespan[0] >= 0),
+        prompt_tokens=sum(len(o.prompt_ids) for o in outputs if o.lifespan[0] >= 0 and not o.continuation),
         generated_tokens=sum(len(output.generated_tokens) for output in outputs),
         seconds=seconds,
         first_token=(statistics.median(first), max(first)) if first else None,

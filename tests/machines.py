@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -130,6 +131,7 @@ class Loop:
       cached: by uid, tokens found in the prefix cache at each of its admissions.
       resets: by uid, the number of tokens the request had each time it was evicted.
       num_offloads: times that an evicted request kept its KV in host memory.
+      num_copies: blocks copied for forks.
       num_drains: times that pressure had to wait for the steps in flight.
       inputs: what the scheduler was given, in order: ("add", request), ("cancel", uid), ("schedule", None) or
         ("update", outputs).
@@ -149,13 +151,19 @@ class Loop:
         self.cancelled: set[int] = set()
         self.resets: defaultdict[int, list[int]] = defaultdict(list)
         self.cached: defaultdict[int, list[int]] = defaultdict(list)
-        self.num_drains = self.num_offloads = 0
+        self.num_drains = self.num_offloads = self.num_copies = 0
         self.inputs: list[tuple[str, Any]] = []
 
-    def add(self, prompt: int | Sequence[int], max_new_tokens: int, eos: tuple[int, ...] = ()) -> int:
+    def add(
+        self,
+        prompt: int | Sequence[int],
+        max_new_tokens: int,
+        eos: tuple[int, ...] = (),
+        fork_of: int | None = None,
+    ) -> int:
         """Submits a request; returns its uid, counted from 0."""
         uid = len(self.requests)
-        request = make_request(uid, prompt, max_new_tokens, eos)
+        request = replace(make_request(uid, prompt, max_new_tokens, eos), fork_of=fork_of)
         self.inputs.append(("add", request))
         self._become(add(self.state, request))
         self.requests[uid], self.outputs[uid] = request, []
@@ -206,6 +214,8 @@ class Loop:
             self.device.offload(offload)
         for restore in plan.restores:
             self.device.restore(restore)
+        self.device.copy_blocks(plan.copies.sources, plan.copies.destinations)
+        self.num_copies += len(plan.copies)
         self.device.update_table(plan.table)
         self._verify_table()
         answer = self.device.forward(descriptor, bucket)
@@ -326,10 +336,11 @@ def random_prompt(rng: random.Random, length: int) -> np.ndarray:
     return np.concatenate([text[:common], make_prompt(64, seed=rng.randrange(2, 99))[: length - common]])
 
 
-def random_script(seed: int, depth: int, windows: Windows = (None,), **changes) -> Loop:
+def random_script(seed: int, depth: int, windows: Windows = (None,), *, forks: bool = False, **changes) -> Loop:
     """A few requests that come while others run, sometimes one is cancelled; all are compared with solo runs.
 
     Args:
+      forks: some are continued several times.
       changes: fields of the config. With `shares_blocks` prompts begin alike.
     """
     rng = random.Random(seed)
@@ -340,7 +351,10 @@ def random_script(seed: int, depth: int, windows: Windows = (None,), **changes) 
         while to_come and rng.random() < burst:
             prompt, new = random_size(rng, loop.config)
             ids = random_prompt(rng, prompt) if shares else prompt
-            loop.add(ids, new, eos=tuple(range(rng.choice([0, 0, 30]))))
+            eos = tuple(range(rng.choice([0, 0, 30])))
+            parent = loop.add(ids, new, eos)
+            for _ in range(rng.choice([0, 0, 1, 3, 9]) if forks else 0):
+                loop.add(loop.requests[parent].prompt, new, eos, fork_of=parent)
             to_come -= 1
         if loop.requests and rng.random() < 0.05:
             loop.cancel(rng.randrange(len(loop.requests)))

@@ -39,6 +39,7 @@ GENERATION_DEFAULTS = {
     "top_k": None,
     "top_p": None,
     "seed": None,
+    "num_return_sequences": 1,
     "eos_token_id": None,
 }
 

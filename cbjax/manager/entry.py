@@ -24,6 +24,7 @@ class Entry:
       seed: used if the config has none.
       streaming: whether tokens are told one by one.
       created: `time.perf_counter` at submission.
+      first: the first continuation of the same prompt; None if it is that.
       state: the engine's record, None before it has one. The loop's thread goes on writing it.
       num_tokens: output tokens that readers may see; what the record holds beyond is not published.
       cancelled: by its submitter; nothing is published any more.
@@ -35,6 +36,7 @@ class Entry:
     seed: int
     streaming: bool
     created: float
+    first: Entry | None = None
     state: RequestState | None = None
     num_tokens: int = 0
     cancelled: bool = False

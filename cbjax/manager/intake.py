@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class Intake:
         self._lm, self._ledger, self._loop = lm, ledger, loop
         self._sorts, self._generation = batching.allow_block_sharing, generation
         self._seed = secrets.randbits(63) if batching.seed is None else batching.seed
-        self._num_submitted = 0
+        self._num_prompts, self._indices = 0, count()
 
     def config(
         self, config: GenerationConfig | None, max_new_tokens: int | None, eos_token_id: int | Sequence[int] | None
@@ -72,9 +73,9 @@ class Intake:
         streaming: bool,
     ) -> list[str]:
         """Submits many; a bad one fails alone."""
-        count = len(inputs) if hasattr(inputs, "__len__") else 0
-        names = None if request_ids is None else checked_names(count, request_ids)
-        prepared = prepare(inputs, configs, [""] * count, self._lm.tokenizer)
+        num_inputs = len(inputs) if hasattr(inputs, "__len__") else 0
+        names = None if request_ids is None else checked_names(num_inputs, request_ids)
+        prepared = prepare(inputs, configs, [""] * num_inputs, self._lm.tokenizer)
         return self._submit([self._checked_or_failed(p) for p in prepared], names, streaming)
 
     def _checked(self, prompt: Sequence[int] | np.ndarray, config: GenerationConfig) -> np.ndarray:
@@ -99,15 +100,20 @@ class Intake:
         with self._ledger.lock:
             self._refuse_unless_accepting()
             names = [self._free_name() for _ in prepared] if names is None else names
-            for name in names:
+            named = [replace(p, request_id=name) for p, name in zip(prepared, names, strict=True)]
+            families = [p.continuations() for p in named]
+            everybody = [p.request_id for family in families for p in family]
+            for name in checked_names(len(everybody), everybody):
                 if name in self._ledger.alive:
                     raise ValueError(f"request_id {name!r} is in use by a request that has not ended; choose another")
-            entries = [self._entry(p, name, streaming) for p, name in zip(prepared, names, strict=True)]
-            for entry in entries:
-                self._ledger.add(entry)
+            entries = [self._entries(family, streaming) for family in families]
+            for family in entries:
+                for entry in family:
+                    self._ledger.add(entry)
             for place in order:
-                self._loop.post_submit(entries[place])
-        for entry in entries:
+                for entry in entries[place]:
+                    self._loop.post_submit(entry)
+        for entry in chain.from_iterable(entries):
             if (error := entry.prepared.error) is not None:
                 log.warning("request %s is refused: %s", entry.request_id, error)
                 self._ledger.finish(entry, without_tokens(entry.prepared, RequestStatus.FAILED, error))
@@ -120,15 +126,21 @@ class Intake:
             order.sort(key=lambda place: tuple(np.asarray(prepared[place].prompt).tolist()), reverse=True)
         return order
 
-    def _entry(self, p: Prepared, name: str, streaming: bool) -> Entry:
-        index = self._num_submitted
-        self._num_submitted += 1
-        return Entry(
-            prepared=replace(p, index=index, request_id=name),
-            seed=derive_seed(self._seed, index),
-            streaming=streaming,
-            created=time.perf_counter(),
-        )
+    def _entries(self, family: Sequence[Prepared], streaming: bool) -> list[Entry]:
+        """One for each continuation of a prompt."""
+        seed, now = derive_seed(self._seed, self._num_prompts), time.perf_counter()
+        self._num_prompts += 1
+        entries: list[Entry] = []
+        for p in family:
+            entry = Entry(
+                prepared=replace(p, index=next(self._indices)),
+                seed=seed,
+                streaming=streaming,
+                created=now,
+                first=entries[0] if entries else None,
+            )
+            entries.append(entry)
+        return entries
 
     def _free_name(self) -> str:
         while self._ledger.knows(name := f"req_{next(self._lm._auto_ids)}"):

@@ -18,6 +18,7 @@ from cbjax.scheduler.groups import most_columns as most_columns
 from cbjax.scheduler.groups import most_held as most_held
 from cbjax.scheduler.plan import Admission as Admission
 from cbjax.scheduler.plan import Batch as Batch
+from cbjax.scheduler.plan import BlockCopies as BlockCopies
 from cbjax.scheduler.plan import Ended as Ended
 from cbjax.scheduler.plan import Offload as Offload
 from cbjax.scheduler.plan import Restore as Restore

@@ -6,9 +6,11 @@ import numpy as np
 
 from cbjax.scheduler.blocks import blocks_for, may_admit
 from cbjax.scheduler.draft import Draft
+from cbjax.scheduler.fork import find_relative, must_wait
 from cbjax.scheduler.groups import most_held
+from cbjax.scheduler.hit import Hit
 from cbjax.scheduler.request import Request
-from cbjax.scheduler.sharing import Hit, find
+from cbjax.scheduler.sharing import find
 from cbjax.scheduler.state import Field, SchedulerState
 from cbjax.scheduler.waiting import Waiting
 
@@ -16,7 +18,7 @@ from cbjax.scheduler.waiting import Waiting
 def num_cached(state: SchedulerState, request: Request) -> int:
     """Tokens of a request's prompt that would be found if it were admitted now."""
     waiting = Waiting(request=request, outputs=np.empty(0, np.int32))
-    return find(Draft(state), waiting).num_columns * state.config.block_size
+    return find(Draft(state), waiting).num_cells
 
 
 def take_waiting(draft: Draft) -> None:
@@ -33,15 +35,19 @@ def _admit(draft: Draft, waiting: Waiting) -> bool:
     margin = 0.0 if draft.is_empty else config.safety_margin
     if not may_admit(free=pool.num_free, need=1, num_blocks=config.num_blocks, safety_margin=margin):
         return False
-    hit = find(draft, waiting)
+    hit = find_relative(draft, waiting)
+    if hit is None:
+        if must_wait(draft, waiting):
+            return False
+        hit = find(draft, waiting)
     chunk = config.chunk_limit(waiting.request.num_cells)
-    cells, restored = hit.num_columns * config.block_size, 0
+    cells, restored = hit.num_cells, 0
     if waiting.saved is not None:
         restored = int((waiting.saved.restored(hit.num_columns, config.windows, config.block_size) >= 0).sum())
         cells = max(cells, waiting.saved.num_cells)
     count = min(waiting.num_tokens - cells, chunk, draft.tokens_left)
     more = blocks_for(cells + count, config.block_size) - blocks_for(cells, config.block_size)
-    need = restored + more * config.num_groups
+    need = restored + len(hit.unfinished) + more * config.num_groups
     # One that was evicted comes back only when all its known tokens fit, so that it gains a token before it can be a
     # victim again. No block of a first chunk has left a window when the chunk is computed.
     if waiting.evicted:

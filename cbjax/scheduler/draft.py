@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from cbjax.scheduler.blocks import blocks_for
-from cbjax.scheduler.plan import Admission, Batch, Restore, TableDelta
+from cbjax.scheduler.hit import Hit
+from cbjax.scheduler.plan import NO_COPIES, Admission, Batch, BlockCopies, Restore, TableDelta
 from cbjax.scheduler.pool import PoolDraft
-from cbjax.scheduler.sharing import Hit
 from cbjax.scheduler.state import Field, Record, SchedulerState, TableEntry
 from cbjax.scheduler.waiting import Saved, Waiting
 
@@ -29,6 +29,7 @@ class Draft:
       pool: the blocks; written in place.
       host_used: blocks in host memory.
       restores: what comes back from there.
+      copied: sources and destinations of block copies, a pair of i32[groups] for each fork.
       admitted: who was admitted.
       swaps: entries changed before this step that the device has not been told.
     """
@@ -49,6 +50,7 @@ class Draft:
         self.half_done = False
         self.host_used = state.host_used
         self.restores: list[Restore] = []
+        self.copied: list[tuple[np.ndarray, np.ndarray]] = []
         self.admitted: list[Admission] = []
         self.swaps = list(state.swaps)
         self._grown: list[tuple[int, int, np.ndarray]] = []  # slot, first column, i32[groups, new]
@@ -173,9 +175,10 @@ class Draft:
             (Field.LIMIT, request.max_new_tokens),
             (Field.EVICTED, waiting.evicted),
             (Field.CHUNK, self.config.chunk_limit(request.num_cells)),
-            (Field.COMPUTED, cached := hit.num_columns * self.config.block_size),
-            (Field.SWEPT, cached),
-            (Field.REGISTERED, hit.num_columns),
+            (Field.COMPUTED, hit.num_cells),
+            (Field.SWEPT, hit.num_cells),
+            (Field.REGISTERED, hit.num_registered),
+            (Field.FAMILY, request.family),
         ):
             self.rows[field, slot] = value
         self._write_settings(slot, request.words, request.eos_token_ids)
@@ -188,13 +191,18 @@ class Draft:
             for block in hit.table[hit.table < self.config.num_blocks].tolist():
                 self.pool.pin(block)
             self.grow(slot, hit.table.ravel())
+        if len(hit.unfinished):
+            ids = self.pool.take(len(hit.unfinished))
+            assert ids is not None
+            self.grow(slot, ids)
+            self.copied.append((hit.unfinished, ids))
         restored = 0 if waiting.saved is None else self._restore(slot, waiting.saved)
         self.admitted.append(
             Admission(
                 uid=request.uid,
                 slot=slot,
                 incarnation=waiting.incarnation,
-                num_cached=cached,
+                num_cached=hit.num_cells,
                 num_restored=restored,
             )
         )
@@ -290,6 +298,13 @@ class Draft:
             words=self.words[:, slots],
             tokens=tokens,
         )
+
+    def copies(self) -> BlockCopies:
+        """Every block copy of this draft."""
+        if not self.copied:
+            return NO_COPIES
+        sources, destinations = (np.concatenate(blocks) for blocks in zip(*self.copied, strict=True))
+        return BlockCopies(sources=sources, destinations=destinations)
 
     def table_delta(self) -> TableDelta:
         """Every block-table entry this draft has changed, once."""

@@ -124,6 +124,20 @@ class Restore:
     blocks: np.ndarray
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockCopies:
+    """Blocks to copy on the device: i32[copies] each; all sources are read before any destination is written."""
+
+    sources: np.ndarray
+    destinations: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+NO_COPIES = BlockCopies(sources=np.empty(0, np.int32), destinations=np.empty(0, np.int32))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """A request that left the waiting line for a slot.
@@ -131,7 +145,8 @@ class Admission:
     Attributes:
       uid, slot: who, and where its state lies from now on.
       incarnation: how many times it was admitted before.
-      num_cached: tokens whose KV was found in registered blocks and is not computed again.
+      num_cached: tokens whose KV was found, in registered blocks or those of a running request with the same prompt,
+        and is not computed again.
       num_restored: tokens after those whose KV came back from host memory.
     """
 
@@ -152,6 +167,7 @@ class StepPlan:
       soft_resets: victims whose KV is dropped, in the order in which they were chosen.
       offloads: victims whose blocks go to host memory first.
       restores: what comes back from there, after that and before the batch.
+      copies: of blocks that are not full, for forks; after the restores.
       admitted: who was admitted, in order.
       num_starved: active requests that got no block in this step.
       drain: nothing was decided, since pressure must be decided with every token known: finish the steps in
@@ -163,6 +179,7 @@ class StepPlan:
     soft_resets: tuple[SoftReset, ...] = ()
     offloads: tuple[Offload, ...] = ()
     restores: tuple[Restore, ...] = ()
+    copies: BlockCopies = NO_COPIES
     admitted: tuple[Admission, ...] = ()
     num_starved: int = 0
     drain: bool = False

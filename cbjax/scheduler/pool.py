@@ -123,7 +123,7 @@ class PoolDraft:
         return block in self._cached
 
     def pin(self, block: int) -> None:
-        """One holder more of a registered block."""
+        """One holder more of a full block, live or cached."""
         if block in self._cached:
             self._uncache(block)
         else:
@@ -155,18 +155,19 @@ class PoolDraft:
         self._push(np.array(blank, np.int32))
 
     def register(self, block: int, group: int, prefix: Prefix) -> int:
-        """Makes a full block that one request holds findable.
+        """Makes a full block that a request holds findable.
 
         Returns:
-          The block that the request holds now: another one if that had the same content before, and then `block` is
-          blank.
+          The block that the request holds now: another one if that had the same content before, and then it holds
+          `block` no more.
         """
         found = self.index.find(group, prefix)
         if found is None:
             self.index.insert(block, group, prefix)
             return block
-        self.pin(found)
-        self._push(np.array([block], np.int32))
+        if found != block:
+            self.pin(found)
+            self.drop(np.array([block], np.int32))
         return found
 
     def freeze(self) -> BlockPool:

@@ -42,7 +42,10 @@ def relieve(draft: Draft) -> Victims:
             del starved[slot]
             back, how = _evict(draft, slot)
             waiting.append(back)
-            (offloads if isinstance(how, Offload) else soft_resets).append(how)
+            if isinstance(how, Offload):
+                offloads.append(how)
+            else:
+                soft_resets.append(how)
     draft.waiting = draft.waiting.push_front(waiting[::-1])
     return Victims(tuple(soft_resets), tuple(offloads))
 

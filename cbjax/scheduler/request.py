@@ -18,6 +18,7 @@ class Request:
       eos_token_ids: output tokens that end it with "stop".
       words: u32[words], the sampler's settings; the scheduler only carries them.
       namespace: only requests of one namespace share blocks.
+      fork_of: uid of the request whose prompt this one continues, too; None: it has a prompt of its own.
     """
 
     uid: int
@@ -26,6 +27,12 @@ class Request:
     eos_token_ids: tuple[int, ...]
     words: np.ndarray
     namespace: bytes = b""
+    fork_of: int | None = None
+
+    @property
+    def family(self) -> int:
+        """The same for all continuations of one prompt."""
+        return self.uid if self.fork_of is None else self.fork_of
 
     @property
     def num_cells(self) -> int:

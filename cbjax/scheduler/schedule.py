@@ -44,6 +44,7 @@ def schedule(state: SchedulerState) -> tuple[StepPlan, SchedulerState]:
         soft_resets=victims.soft_resets,
         offloads=victims.offloads,
         restores=tuple(draft.restores),
+        copies=draft.copies(),
         admitted=tuple(draft.admitted),
         num_starved=len(draft.starved),
     )

@@ -6,11 +6,12 @@ needs every block from the start; in one with a window only those that the next 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cbjax.scheduler.groups import first_column
+from cbjax.scheduler.hit import Hit
 from cbjax.scheduler.prefix import Prefix, root
 from cbjax.scheduler.state import Field, Record
 from cbjax.scheduler.waiting import Waiting
@@ -19,30 +20,11 @@ if TYPE_CHECKING:
     from cbjax.scheduler.draft import Draft
 
 
-class Hit(NamedTuple):
-    """What was found for a request.
-
-    Attributes:
-      table: i32[groups, columns], blocks; `num_blocks` where the group's window no longer reaches.
-      num_unheld: per group, how many of them nobody holds; pinning these makes the pool smaller.
-      prefix: the chain up to the hit's end; None if the request shares nothing.
-    """
-
-    table: np.ndarray
-    num_unheld: tuple[int, ...]
-    prefix: Prefix | None
-
-    @property
-    def num_columns(self) -> int:
-        """Table columns, which is blocks in each group that sees everything."""
-        return self.table.shape[1]
-
-
 def find(draft: Draft, waiting: Waiting) -> Hit:
     """The longest usable prefix of a waiting request's known tokens. Nothing is pinned yet: `Draft.admit` does."""
     config = draft.config
     if not config.shares_blocks:
-        return Hit(np.empty((config.num_groups, 0), np.int32), (0,) * config.num_groups, None)
+        return _hit(np.empty((config.num_groups, 0), np.int32), (0,) * config.num_groups, None, 0)
     chain, table = _registered(draft, waiting)
     columns = _usable(table, config.windows, config.block_size, config.num_blocks)
     table = table[:, :columns].copy()
@@ -50,7 +32,11 @@ def find(draft: Draft, waiting: Waiting) -> Hit:
     for group, window in enumerate(config.windows):
         table[group, : first_column(cells, window, config.block_size)] = config.num_blocks
     unheld = tuple(sum(draft.pool.is_cached(block) for block in row if block < config.num_blocks) for row in table)
-    return Hit(table, unheld, chain[columns])
+    return _hit(table, unheld, chain[columns], columns * config.block_size)
+
+
+def _hit(table: np.ndarray, num_unheld: tuple[int, ...], prefix: Prefix | None, num_cells: int) -> Hit:
+    return Hit(table, num_unheld, table.shape[1], prefix, num_cells, unfinished=np.empty(0, np.int32))
 
 
 def _registered(draft: Draft, waiting: Waiting) -> tuple[list[Prefix], np.ndarray]:

@@ -42,6 +42,7 @@ class Field(IntEnum):
     CHUNK = 12  # tokens of one step, at most
     SWEPT = 13  # COMPUTED when blocks that had left their windows were last released
     REGISTERED = 14  # table columns that are registered for sharing, or were when they left their window
+    FAMILY = 15  # `Request.family`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

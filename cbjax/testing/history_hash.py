@@ -116,6 +116,12 @@ class HistoryHashDevice:
         where = self._cells_of(restore.blocks)
         self.cells[:, where], self.history[where] = cells[:, restore.index], history[restore.index]
 
+    def copy_blocks(self, sources: np.ndarray, destinations: np.ndarray) -> None:
+        """Copies blocks; all sources are read before any destination is written."""
+        assert self._are_distinct(destinations), "blocks are copied to where nobody can be, or twice"
+        source, destination = self._cells_of(sources), self._cells_of(destinations)
+        self.cells[:, destination], self.history[destination] = self.cells[:, source], self.history[source]
+
     def discard(self, uid: int) -> None:
         """Drops a copy, if there is one."""
         self.copies.pop(uid, None)
