@@ -18,6 +18,7 @@ from cbjax.scheduler import (
     schedule,
     update,
 )
+from cbjax.scheduler.eviction import EvictionOrder
 from cbjax.scheduler.pool import PoolDraft
 from cbjax.scheduler.prefix import Prefix, blake2b_128
 
@@ -290,3 +291,36 @@ def test_cached_blocks_count_as_free_for_admission() -> None:
     loop.step()
     assert loop.cached[uid] == [0], "held back although 7 of 8 blocks can be handed out"
     loop.run()
+
+
+def test_the_order_of_cached_blocks_is_that_in_which_they_were_given_up() -> None:
+    """Many blocks at once and one by one, taken from the middle, and never written through an old order."""
+    rng = np.random.default_rng(0)
+    order, expected = EvictionOrder.empty(1000), []
+    for _ in range(300):
+        absent = np.setdiff1d(np.arange(1000), expected)
+        new = rng.choice(absent, min(len(absent), int(rng.integers(1, 40))), replace=False).tolist()
+        old, before = order, list(expected)
+        order = order.extended(new)
+        expected = expected + new
+        if rng.random() < 0.5:
+            order = order.writable()
+            for block in rng.choice(expected, len(expected) // 2, replace=False).tolist():
+                order.remove(block)
+                expected.remove(block)
+        assert listed(old) == before or old is order
+        assert listed(order) == expected
+        assert order.size == len(expected)
+        assert sorted(order.blocks().tolist()) == sorted(expected)
+        assert all(block in order for block in expected[:5])
+        if rng.random() < 0.7:
+            order.links.setflags(write=False)
+
+
+def listed(order: EvictionOrder) -> list[int]:
+    order = EvictionOrder(order.links.copy(), (), order.size - len(order.late)).extended(order.late)
+    blocks = []
+    while order.size:
+        blocks.append(order.oldest)
+        order.remove(order.oldest)
+    return blocks

@@ -83,6 +83,31 @@ def test_invariant_4_a_tight_pool_with_many_soft_resets_equals_transformers(lm, 
     assert engine.stats.soft_resets >= 10
 
 
+@pytest.mark.parametrize("gib", [1.0, 0.0, 0.02], ids=["offload", "soft reset", "mixed"])
+def test_invariant_4_32_requests_under_pressure_equal_transformers_and_offload_computes_nothing_again(lm, gib):
+    # A block has 16 tokens of 45 KiB each, so 0.02 GiB hold 29 blocks, which is a victim or two at a time.
+    outputs = generate(
+        lm,
+        RECORDS + RECORDS[:7],
+        CONFIGS + CONFIGS[:7],
+        block_size=16,
+        num_blocks=28,
+        max_batch_tokens=64,
+        max_requests_per_batch=16,
+        safety_margin=0.0,
+        cpu_offload_space=gib,
+    )
+    summary = lm.summary
+    assert (summary.soft_resets, summary.offloads) == (
+        sum(output.num_soft_resets for output in outputs),
+        sum(output.num_offloads for output in outputs),
+    )
+    assert summary.soft_resets + summary.offloads >= 20
+    assert (summary.soft_resets > 0) == (gib < 1.0) == (summary.recomputed_tokens > 0)
+    assert (summary.offloads > 0) == (gib > 0.0) == (summary.copied_bytes > 0)
+    assert lm.session.engine.state.pool.num_free == 28
+
+
 def test_chat_text_and_stop_reason_equal_transformers(lm):
     config = ContinuousBatchingConfig(block_size=16, num_blocks=40)
     outputs = lm.generate_batch([record["messages"] for record in CHAT], CONFIGS[: len(CHAT)], config)

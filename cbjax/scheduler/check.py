@@ -66,6 +66,7 @@ def _check_index(state: SchedulerState) -> None:
 
 
 def _check_order(order: EvictionOrder) -> None:
+    order = order.writable()
     before, after = order.links
     end, count, block = len(before) - 1, 0, int(after[-1])
     while block != end:

@@ -138,7 +138,7 @@ class PoolDraft:
         if self.index.is_empty and not self._holders:
             self._push(ids)
             return
-        blank = []
+        blank, cached = [], []
         in_order = ids.tolist()
         for block in reversed(in_order) if self._pool.policy.leaf_first else in_order:
             holders = self._holders.get(block, 1)
@@ -146,12 +146,13 @@ class PoolDraft:
                 left = self._holders
                 self._holders = left.insert(block, holders - 1) if holders > 2 else left.remove(block)
             elif self.index.is_registered[block]:
-                self._cached = self._cached.writable()
-                self._cached.append(block)
+                cached.append(block)
             else:
                 blank.append(block)
         if self._pool.policy.leaf_first:
             blank.reverse()
+        if cached:
+            self._cached = self._cached.extended(cached)
         self._push(np.array(blank, np.int32))
 
     def register(self, block: int, group: int, prefix: Prefix) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,9 +21,8 @@ def blake2b_128(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """A block of tokens after all those before it.
+    """A block of tokens after all those before it. Never changed once it is made.
 
     Attributes:
       parent: the block before; None for a root, which stands for no tokens at all.
@@ -32,9 +30,10 @@ class Prefix:
       key: hash of the parent's key and `content`.
     """
 
-    parent: Prefix | None
-    content: bytes
-    key: bytes
+    __slots__ = ("content", "key", "parent")
+
+    def __init__(self, parent: Prefix | None, content: bytes, key: bytes) -> None:
+        self.parent, self.content, self.key = parent, content, key
 
     def extend(self, tokens: np.ndarray, block_hash: BlockHash) -> Prefix:
         """This chain and one block more: `tokens` i32[block_size]."""
