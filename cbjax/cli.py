@@ -46,11 +46,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, metavar="T", help="sample with this temperature; default: greedy")
     add("--top-k", type=int, metavar="K", help="sample from the K largest logits")
     add("--top-p", type=float, metavar="P", help="sample from the smallest set of this probability")
+    add("-n", "--num-return-sequences", type=int, default=1, metavar="N", help="sampled continuations of each prompt")
     add("--seed", type=int, help="makes sampled output reproducible")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV cache (default float32)")
     add("--block-size", type=int, metavar="TOKENS", help="tokens of a KV block (default 256)")
     add("--num-blocks", type=int, metavar="N", help="blocks of the KV pool (default: what the prompts need)")
     add("--max-batch-tokens", type=int, metavar="N", help="tokens computed in one step")
+    add("--cpu-offload-space", type=float, metavar="GIB", help="host memory for requests that lose their blocks")
     add("--scheduler", choices=("fifo", "prefill_first"), default="fifo", help="scheduling policy (default fifo)")
     add("--json", type=Path, metavar="OUT", help="write outputs, settings and summary as JSON ('-': standard output)")
     add("--report", action="store_true", help="show every setting in use and why")
@@ -93,24 +95,28 @@ def _generate(args: argparse.Namespace) -> int:
     from cbjax.config import ContinuousBatchingConfig, GenerationConfig
 
     generation = GenerationConfig(
-        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        num_return_sequences=args.num_return_sequences,
     )
-    asked = {"block_size": args.block_size, "num_blocks": args.num_blocks, "max_batch_tokens": args.max_batch_tokens}
-    config = ContinuousBatchingConfig(
-        seed=args.seed, scheduler_type=args.scheduler, **{name: v for name, v in asked.items() if v is not None}
-    )
+    names = ("block_size", "num_blocks", "max_batch_tokens", "cpu_offload_space")
+    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
+    config = ContinuousBatchingConfig(seed=args.seed, scheduler_type=args.scheduler, **asked)
     lm = CausalLM.from_pretrained(args.model, dtype=args.dtype, progress_bar=True)
     inputs = [_as_input(prompt, args.chat, lm) for prompt in prompts]
     quiet = str(args.json) == "-"
+    streams = len(inputs) == args.num_return_sequences == 1
     try:
-        if len(inputs) == 1:
+        if streams:
             _stream(lm, inputs[0], generation, config, sys.stderr if quiet else sys.stdout)
         else:
             lm.generate_batch(inputs, generation, config, progress_bar=True)
     finally:  # an interrupted run has outputs, too
         if args.json and lm.summary:
             _write_json(args, lm)
-    if len(inputs) > 1 and not quiet:
+    if not (streams or quiet):
         _show(lm.last_outputs.values())
     print(f"\n{lm.summary}", file=sys.stderr)
     if args.report and lm.session:

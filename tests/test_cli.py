@@ -197,6 +197,23 @@ def test_sampling_options_reach_the_model(run):
 # Errors.
 
 
+def test_several_continuations_are_shown_with_their_names_and_not_streamed(run):
+    status, out, _ = run("--raw", "abc", "-n", "3", "--temperature", "5", "--seed", "1", *SMALL)
+    assert status == 0
+    assert [line.partition("]")[0] for line in out.splitlines() if line.startswith("[req_")] == [
+        "[req_0",
+        "[req_0__child#1",
+        "[req_0__child#2",
+    ]
+
+
+def test_the_space_for_offloads_reaches_the_engine(run):
+    status, _, err = run("abc", "--cpu-offload-space", "0.25", "--report", *SMALL)
+    assert status == 0
+    (line,) = [line for line in err.splitlines() if line.startswith("cpu_offload_space ")]
+    assert line.split()[1] == "0.25"
+
+
 def test_a_bad_prompt_among_good_ones_fails_alone_and_the_status_tells(run, lm, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("[9, 10]\n[9, 500]\n[]\n[11]\n")
