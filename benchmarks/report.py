@@ -34,15 +34,15 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def add_model_options(options: argparse.ArgumentParser, *, dtypes: Sequence[str] = ("float32", "bfloat16")) -> None:
-    """Which model, in which dtypes; `dtypes` if none are given."""
+def add_model_options(options: argparse.ArgumentParser) -> None:
+    """Which model, in which dtypes."""
     options.add_argument("--model", default="demo", help="as CausalLM.from_pretrained takes it (default demo)")
     options.add_argument(
         "--dtype",
         nargs="+",
         choices=["float32", "bfloat16"],
-        default=list(dtypes),
-        help=f"one after another (default {' '.join(dtypes)})",
+        default=["float32", "bfloat16"],
+        help="one after another (default both)",
     )
 
 
