@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import venv
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ REQUIREMENTS = ("torch==2.13.0", "transformers==5.24.0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Seconds of one call, and the tokens generated for each prompt."""
+    """Seconds of one call, the tokens generated for each prompt, and what a side can tell besides, by name."""
 
     seconds: float
     tokens: list[list[int]]
+    counts: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:

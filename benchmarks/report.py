@@ -1,7 +1,8 @@
 """What every benchmark shares: options, the machine it ran on, medians with their spread, a table, one JSON form.
 
 The JSON form, `document`'s result: `benchmark`, `command`, `machine`, `versions`, `settings` (every option), `figures`
-(name -> `spread`) and `limits` (name of a figure -> `limit`), which is empty where nothing is promised.
+(name -> `spread`), `limits` (name of a figure -> `limit`), which is empty where nothing is promised, and `notes`
+(sentences: what was not as asked).
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ def finish(
     *,
     text: str | None = None,
     limits: Mapping[str, dict[str, Any]] | None = None,
+    notes: Sequence[str] = (),
     peer_versions: Mapping[str, str] | None = None,
 ) -> None:
     """Prints the table with its conditions, and writes the JSON if asked.
@@ -146,6 +148,7 @@ def finish(
     Args:
       text: the table; None: one line per figure.
       limits: by the name of a figure.
+      notes: what was not as asked.
       peer_versions: of libraries that ran elsewhere.
     """
     made = {
@@ -156,8 +159,11 @@ def finish(
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
         "figures": dict(figures),
         "limits": dict(limits or {}),
+        "notes": list(notes),
     }
     print(text or figures_table(figures))
+    for note in notes:
+        print(note)
     for figure, rule in made["limits"].items():
         answer = "holds" if rule["holds"] else "DOES NOT HOLD"
         print(f"{answer}: {figure} {rule['rule']} {rule['bound']:g} {figures[figure]['unit']}")

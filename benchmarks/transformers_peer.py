@@ -1,4 +1,4 @@
-"""One side of `benchmarks.vs_transformers`: transformers on the CPU, in a process and an environment of its own.
+"""A side of `benchmarks.vs_transformers` and `benchmarks.pressure`: transformers on the CPU, in its own environment.
 
     python transformers_peer.py MODE JOB
 
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+import traceback
 
 import torch
 import transformers
@@ -35,6 +36,9 @@ def batched(model, job, prompts, new_tokens):
         max_new_tokens=new_tokens,
         persistent_manager=True,
     )
+    errors = {output.error for output in outputs.values() if output.error}
+    if errors or len(outputs) < len(prompts):
+        raise RuntimeError("; ".join(errors) or f"{len(outputs)} of {len(prompts)} requests came back")
     return [output.generated_tokens for output in outputs.values()]
 
 
@@ -62,13 +66,17 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype, attn_implementation="sdpa").eval()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"versions": versions}), file=answers, flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        start = time.perf_counter()
-        tokens = run(model, job, job["prompts"][: asked["count"]], asked["new_tokens"])
-        seconds = time.perf_counter() - start
-        print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers, flush=True)
-    os._exit(0)  # a manager's thread may still wait for work
+    try:
+        for line in sys.stdin:
+            asked = json.loads(line)
+            start = time.perf_counter()
+            tokens = run(model, job, job["prompts"][: asked["count"]], asked["new_tokens"])
+            seconds = time.perf_counter() - start
+            print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers, flush=True)
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # in either case a manager's thread may still wait for work
 
 
 if __name__ == "__main__":

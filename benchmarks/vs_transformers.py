@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.peer import Run, set_up
-from benchmarks.sides import BATCHED, OURS, Job, Side, sides
+from benchmarks.peer import Run
+from benchmarks.sides import BATCHED, OURS, Job, Side, add_side_options, peer_python_of, sides
 from benchmarks.workload import prompts
 
 SHORTEST, LONGEST = 16, 127
@@ -59,16 +59,8 @@ def limits_of(figures: dict[str, report.Figure]) -> dict[str, dict]:
 def parse(argv: Sequence[str]) -> Namespace:
     options = report.parser("vs_transformers", __doc__)
     report.add_model_options(options)
-    peer = options.add_mutually_exclusive_group(required=True)
-    peer.add_argument("--peer-python", type=Path, metavar="PATH", help="Python of the peer's environment")
-    peer.add_argument("--setup-peer", type=Path, metavar="DIR", help="make the peer's environment there, and use it")
-    peer.add_argument("--only", choices=["cbjax"], help="without a peer")
+    add_side_options(options, block_size=32)
     options.add_argument("--requests", type=int, nargs="+", default=[16, 64], help="batch sizes (default 16 64)")
-    options.add_argument("--new-tokens", type=int, default=64, help="of a request (default 64)")
-    options.add_argument("--repeats", type=int, default=3, help="counted runs of each side (default 3)")
-    options.add_argument("--threads", type=int, default=2, help="cores for each side (default 2)")
-    options.add_argument("--block-size", type=int, default=32, help="tokens of a KV block (default 32)")
-    options.add_argument("--max-batch-tokens", type=int, default=512, help="token budget of a step (default 512)")
     args = options.parse_args(argv)
     if args.quick:
         args.requests, args.new_tokens, args.repeats = [2], 8, 1
@@ -82,7 +74,7 @@ def run(args: Namespace, scratch: Path) -> tuple[dict[str, report.Figure], dict[
 
     folder = folder_of(args.model, scratch / "model")
     vocab_size = load(folder).config.vocab_size
-    peer_python = set_up(args.setup_peer) if args.setup_peer else args.peer_python
+    peer_python = peer_python_of(args)
     per_request = -(-(LONGEST + args.new_tokens) // args.block_size)
     figures: dict[str, report.Figure] = {}
     peer_versions: dict[str, str] = {}

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import first_token, peer, pool_size, report, sampling, scheduler, sides, vs_transformers
+from benchmarks import first_token, peer, pool_size, pressure, report, sampling, scheduler, sides, vs_transformers
 from benchmarks.hf_folder import write_folder
 from benchmarks.peer import Peer, PeerError
 from benchmarks.workload import prompts
@@ -19,7 +19,7 @@ from cbjax.models import DecoderConfig, abstract_params
 from cbjax.testing import tiny_llama
 
 ROOT = Path(__file__).parent.parent
-FIELDS = {"benchmark", "command", "machine", "versions", "settings", "figures", "limits"}
+FIELDS = {"benchmark", "command", "machine", "versions", "settings", "figures", "limits", "notes"}
 SPREAD = {"unit", "median", "min", "max", "p99", "count", "values"}
 TINY = ("--quick", "--dtype", "float32")
 BUDGET = ("--max-batch-tokens", 64)  # one mixed bucket, so few programs
@@ -73,7 +73,7 @@ def measured(tmp_path, capsys):
         assert document["limits"].keys() <= document["figures"].keys()
         out = capsys.readouterr().out
         assert document["command"] in out
-        for name in (*document["figures"], *document["versions"]):
+        for name in (*document["figures"], *document["versions"], *document["notes"]):
             assert name in out
         return document
 
@@ -143,6 +143,40 @@ def test_vs_transformers_wants_to_know_its_peer(capsys):
     with pytest.raises(SystemExit):
         vs_transformers.main(["--quick"])
     assert "--setup-peer" in capsys.readouterr().err
+
+
+def test_the_pressure_benchmark_evicts_and_notes_a_peer_that_cannot_run(measured, model, fake_peer):
+    fake_peer(FAKE_PEER.replace("for line in", "if job['num_blocks'] < 20: sys.exit('too few')\nfor line in"))
+    document = measured(pressure.main, *TINY, *BUDGET, "--peer-python", sys.executable, "--model", model)
+    figures, limits = document["figures"], document["limits"]
+    large, small = "float32, 100% pool of 32 blocks", "float32, 12% pool of 9 blocks"
+    assert document["notes"] == [
+        f"{small}: raised to what the longest request needs",
+        f"{small}, {sides.BATCHED}: cannot run: the peer (generate_batch) ended with exit code 1; it said: too few",
+    ]
+    assert figures[f"{large}, {sides.BATCHED}"]["values"] == [4 * 32 / 2.0]
+    assert not limits[f"{large}, {sides.BATCHED}, {pressure.EQUAL}"]["holds"]
+    for side in (pressure.OFFLOAD, pressure.RESET):
+        assert figures[f"{large}, {side}, evictions"]["median"] == 0
+        assert figures[f"{small}, {side}, evictions"]["median"] > 0
+        assert limits[f"{large}, {side}, {pressure.EQUAL}"]["holds"]
+        assert limits[f"{small}, {side}, {pressure.EQUAL}"]["holds"]
+        assert f"{large}, {side} {pressure.AGAINST}" in limits
+        assert f"{small}, {side} {pressure.AGAINST}" not in figures
+    assert figures[f"{small}, {pressure.OFFLOAD}, copied MiB"]["median"] > 0
+    assert figures[f"{small}, {pressure.RESET}, recomputed tokens"]["median"] > 0
+    assert limits[f"{small}, {pressure.RECOMPUTED}"]["holds"]
+
+
+@pytest.mark.parametrize(
+    ("percent", "blocks"), [(100, (20, False)), (53, (11, False)), (50, (10, False)), (40, (10, True))]
+)
+def test_a_pool_is_a_share_of_what_all_requests_need_but_holds_the_longest(percent, blocks):
+    job = sides.Job(
+        model="", dtype="float32", threads=1, block_size=4, max_batch_tokens=8, num_blocks=0,
+        prompts=[[0] * 10, [0] * 30, [0] * 9],
+    )  # fmt: skip
+    assert pressure.pool_blocks(job, 8, percent) == blocks
 
 
 @pytest.mark.parametrize(
@@ -232,7 +266,7 @@ def test_first_token_times_a_process_and_says_what_failed(tmp_path):
         first_token.first_text(str(tmp_path), str(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize("name", ["first_token", "pool_size", "sampling", "scheduler", "vs_transformers"])
+@pytest.mark.parametrize("name", ["first_token", "pool_size", "pressure", "sampling", "scheduler", "vs_transformers"])
 def test_a_benchmark_is_a_module_to_run(name):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
