@@ -13,7 +13,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9]*.py"))
-QUICKSTART = FOLDER / "01_quickstart.py"
+QUICKSTART, PRESSURE = FOLDER / "01_quickstart.py", FOLDER / "02_kv_pressure.py"
 MAX_BYTES = 400_000
 
 
@@ -43,11 +43,18 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     plt.close("all")
 
 
-def test_there_is_a_quickstart() -> None:
-    assert QUICKSTART in SOURCES
+def titles_of(figures: list[Any]) -> list[list[str]]:
+    return [[axes.get_title() for axes in figure.axes if axes.get_title()] for figure in figures]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_the_notebooks_are_these() -> None:
+    assert SOURCES == [QUICKSTART, PRESSURE]
+
+
+each_notebook = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+
+
+@each_notebook
 def test_the_notebook_is_its_text_with_the_outputs_of_one_run(source: Path) -> None:
     target = source.with_suffix(".ipynb")
     notebook = json.loads(target.read_text(encoding="utf-8"))
@@ -71,8 +78,7 @@ def test_the_quickstart_runs_and_plots(
     assert "The capital of France is Paris." in out
     assert "0 programs compiled for this call" in out
     assert "12 finished" in out
-    titles = [[axes.get_title() for axes in figure.axes if axes.get_title()] for figure in figures]
-    assert titles == [
+    assert titles_of(figures) == [
         ["Who holds which block (16 tokens each)"],
         ["Tokens computed", "Occupancy"],
         ["One prompt joins B - 1 decodes", "This run"],
@@ -83,15 +89,76 @@ def test_the_quickstart_runs_and_plots(
     assert names["useful"] <= names["slots"]["this run:\npacked, in buckets"]
 
 
+def test_the_notebook_on_kv_pressure_runs_and_its_pictures_are_what_happened(
+    figures: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {"__name__": "notebook"}
+    run(code_of(PRESSURE), names)
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    runs, pressure, few_shot = names["runs"], names["pressure"], names["few_shot"]
+
+    evictions = [summary.soft_resets for _, _, summary in runs.values()]
+    assert evictions == sorted(evictions, reverse=True)
+    assert evictions[0] > evictions[-1] == 0
+    assert titles_of(figures) == [
+        ["The pool at step 30: 24 blocks of 8 tokens"],
+        [
+            f"safety_margin={margin}: {run.soft_resets} evictions, {run.recomputed_tokens} tokens computed again, "
+            f"{len(steps)} steps"
+            for margin, (_, steps, run) in runs.items()
+        ],
+        ["Who runs when: soft reset", "Who runs when: offload"],
+        ["allow_block_sharing=False", "allow_block_sharing=True"],
+        ["At the fork", "When the first is about to end"],
+    ]
+    for axes, (_, steps, _) in zip(figures[1].axes[::2], runs.values(), strict=True):
+        shows_the_pool(axes, steps)
+    for axes, (_, steps, _) in zip(figures[3].axes, few_shot.values(), strict=True):
+        shows_the_pool(axes, steps)
+
+    reset, offload = (summary for _, _, summary in pressure.values())
+    assert reset.recomputed_tokens > offload.recomputed_tokens == 0
+    assert offload.copied_bytes > reset.copied_bytes == 0
+    for axes, (outputs, _, _) in zip(figures[2].axes, pressure.values(), strict=True):
+        shows_who_computed(axes, list(outputs.values()))
+
+    apart, together = ([o.num_cached_tokens for o in outputs.values()] for outputs, _, _ in few_shot.values())
+    common = (1 + len(names["examples"])) // names["BLOCK_SIZE"] * names["BLOCK_SIZE"]
+    assert (apart, together) == ([0] * 8, [0] + [common] * 7)
+    assert "copied: block 2 to 3, block 2 to 4, block 2 to 5" in captured.out
+
+
+def shows_the_pool(axes: Any, steps: list[Any]) -> None:
+    """As many free blocks in each column as the scheduler counted, and a cross for each block that a victim lost."""
+    image = axes.images[0].get_array()
+    assert (image <= 1).sum(axis=0).tolist() == [step.state.pool.num_free for step in steps]
+    assert (image == 1).sum(axis=0).tolist() == [step.state.pool.num_cached for step in steps]
+    crosses = sum(len(line.get_xdata()) for line in axes.lines)
+    assert crosses == sum(reset.num_blocks for step in steps for reset in step.plan.soft_resets)
+
+
+def shows_who_computed(axes: Any, outputs: list[Any]) -> None:
+    """A request's row has a step for each token but those that the end of a prefill gave, and a cross per eviction."""
+    crosses = [row for line in axes.lines for row in line.get_ydata()]
+    for row, output in enumerate(outputs):
+        image = axes.images[0].get_array()[row]
+        evictions = output.num_soft_resets + output.num_offloads
+        assert crosses.count(row) == evictions
+        prefills = 1 + evictions
+        assert len(output.generated_tokens) - prefills <= (image == 3).sum() < len(output.generated_tokens)
+
+
+@each_notebook
 @pytest.mark.parametrize(("device", "requirement"), [("tpu", "cbjax[tpu]"), ("gpu", "cbjax[cuda12]"), ("cpu", "cbjax")])
 def test_the_first_cell_installs_on_colab_before_jax_is_imported(
-    monkeypatch: pytest.MonkeyPatch, device: str, requirement: str
+    monkeypatch: pytest.MonkeyPatch, source: Path, device: str, requirement: str
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
     monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/accel0"] if device == "tpu" else [])
     monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi" if device == "gpu" else None)
-    first, *rest = code_of(QUICKSTART)
+    first, *rest = code_of(source)
     run([first], {})
     assert commands == []
     monkeypatch.setitem(sys.modules, "google.colab", sys)
