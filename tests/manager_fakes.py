@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from machines import VOCAB_SIZE, assert_clean, make_config
+from engines import assert_clean
+from machines import VOCAB_SIZE, make_config
 
 from cbjax import (
     ContinuousBatchingConfig,

@@ -5,18 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from machines import (
-    DEPTHS,
-    GREEDY,
-    POLICIES,
-    VOCAB_SIZE,
-    Windows,
-    expected,
-    finish,
-    make_engine,
-    make_prompt,
-    submit,
-)
+from engines import GREEDY, expected, finish, make_engine, submit
+from machines import DEPTHS, POLICIES, VOCAB_SIZE, Windows, make_prompt
 
 from cbjax.descriptor import BatchDescriptor, Bucket
 from cbjax.requests import RequestStatus

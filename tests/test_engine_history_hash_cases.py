@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from machines import DEPTHS, assert_clean, expected, finish, make_engine, make_prompt, submit
+from engines import assert_clean, expected, finish, make_engine, submit
+from machines import DEPTHS, make_prompt
 
 from cbjax.descriptor import BatchDescriptor, Bucket
 from cbjax.engine import Device

@@ -4,33 +4,20 @@ import random
 
 import numpy as np
 import pytest
+from pressed_models import NAMES, make
 
-from cbjax import CausalLM, ContinuousBatchingConfig, GenerationConfig
-from cbjax.models import DecoderConfig
-from cbjax.testing import tiny_llama
+from cbjax import ContinuousBatchingConfig, GenerationConfig
 
-WINDOW = 6
 PRESSURE = {
     "soft reset": {},
     "offload": {"cpu_offload_space": 1.0},
     "mixed": {"cpu_offload_space": "4 blocks"},
 }
-HYBRID = DecoderConfig(
-    vocab_size=258,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=256,
-    windows=(WINDOW, None, WINDOW, None),
-)
 
 
-@pytest.fixture(scope="module", params=["llama", "hybrid"])
+@pytest.fixture(scope="module", params=NAMES)
 def lm(request):
-    model = tiny_llama() if request.param == "llama" else CausalLM.from_config(HYBRID)
+    model = make(request.param)
     yield model
     model.close()
 

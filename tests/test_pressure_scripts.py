@@ -4,33 +4,17 @@ import random
 
 import numpy as np
 import pytest
+from pressed_models import NAMES, make
 
 from cbjax import CausalLM, ContinuousBatchingConfig, GenerationConfig, RequestStatus
-from cbjax.models import DecoderConfig
 from cbjax.requests import RequestState
 from cbjax.sampling import SamplingParams
 from cbjax.scheduler import check
-from cbjax.testing import tiny_llama
 
-HYBRID = DecoderConfig(
-    vocab_size=258,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=256,
-    windows=(6, None, 6, None),
-)
 COMMON = {"block_size": 4, "max_batch_tokens": 64, "max_requests_per_batch": 8, "return_logprobs": True}
 
 
-def make(name: str) -> CausalLM:
-    return tiny_llama() if name == "llama" else CausalLM.from_config(HYBRID)
-
-
-@pytest.fixture(scope="module", params=["llama", "hybrid"])
+@pytest.fixture(scope="module", params=NAMES)
 def models(request):
     """The same weights twice: pressed for room, and with room for everybody and no sharing."""
     tight, huge = make(request.param), make(request.param)
