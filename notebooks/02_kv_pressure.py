@@ -55,7 +55,8 @@ pool = {"num_blocks": BLOCKS, "block_size": BLOCK_SIZE, "max_batch_tokens": 32, 
 
 def serve(prompts, configs, **settings):
     """Outputs by request, the record of every step, and the run's summary."""
-    config = ContinuousBatchingConfig(**pool, max_blocks_per_request=BLOCKS, **settings)
+    # 0: decode steps run in the program of the mixed ones, so there is one to compile
+    config = ContinuousBatchingConfig(**pool, max_blocks_per_request=0, **settings)
     with lm.recording() as steps:
         outputs = lm.generate_batch(prompts, configs, config, request_ids=list("ABCDEFGH"[: len(prompts)]))
     lm.close()  # the next variant begins with an empty pool
