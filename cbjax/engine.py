@@ -299,8 +299,9 @@ class Engine:
             self.stats.recomputed_tokens += max(0, request.num_lost_tokens - admission.num_cached)
             return
         request.num_cached_tokens = admission.num_cached
-        self.stats.prompt_tokens += len(request.prompt)
-        self.stats.cached_tokens += admission.num_cached
+        if not admission.num_forked:  # a prompt with several continuations counts once
+            self.stats.prompt_tokens += len(request.prompt)
+            self.stats.cached_tokens += admission.num_cached
 
     def _collect(self) -> list[RequestState]:
         plan, answer = self._in_flight[0]

@@ -39,7 +39,8 @@ class GenerationOutput:
       timestamps: seconds from submission to each output token.
       num_soft_resets: how often it lost its blocks and was recomputed.
       num_offloads: how often it lost its blocks and its KV waited in host memory.
-      num_cached_tokens: prompt tokens whose KV was found in the prefix cache when it was first admitted.
+      num_cached_tokens: prompt tokens whose KV was found when it was first admitted, in the prefix cache or with
+        another continuation of the same prompt.
     """
 
     request_id: str

@@ -85,13 +85,14 @@ class Session:
         return wanted.num_blocks <= mine.num_blocks and columns <= mine.max_blocks_per_request
 
     def warmup(
-        self, buckets: Sequence[Bucket] | None = None, *, forks: bool = True, progress_bar: bool = False
+        self, buckets: Sequence[Bucket] | None = None, *, forks: bool | None = None, progress_bar: bool = False
     ) -> list[Program]:
-        """Compiles what is missing for these buckets (None: the whole ladder), and what forks need.
+        """Compiles what is missing for these buckets (None: the whole ladder), and for `forks` (None: with the ladder).
 
         Returns:
           The programs compiled now.
         """
+        forks = buckets is None if forks is None else forks
         missing = self.device.missing(self.resolved.ladder.buckets if buckets is None else buckets, forks=forks)
         compiled = []
         show = progress_bar and bool(missing)
@@ -111,13 +112,16 @@ class Session:
     def use(self, params: dict) -> None:
         """Computes with these weights from now on; if they are others, no KV of the old ones is found again.
 
-        Weights are the same if every array is, so that a dict which was changed in place is noticed, too.
+        Weights are the same if every array is the same `jax.Array`, so a dict that was changed in place is noticed,
+        too. What a NumPy array holds can change unnoticed, so such weights always count as others.
         """
         leaves = jax.tree.leaves(params)
         is_same = len(leaves) == len(self._leaves) and all(map(operator.is_, leaves, self._leaves))
-        self.device.params, self._leaves = params, leaves
-        if not is_same:
+        # First, so that an interrupt leaves old weights with an old cache.
+        if not (is_same and all(isinstance(leaf, jax.Array) for leaf in leaves)):
             self.engine.renew()
+        # A dict of its own: what its owner puts into theirs takes effect here and nowhere else.
+        self.device.params, self._leaves = jax.tree.map(lambda leaf: leaf, params), leaves
 
     def close(self) -> None:
         """Gives the memory of the store and of the host tier back."""

@@ -120,3 +120,26 @@ def test_a_manager_gives_every_continuation_its_result_and_cancels_one_alone(lm)
         assert cancelled.status == RequestStatus.CANCELLED
         for each in (other, f"{other}__child#2"):
             assert len(manager.get_result(each, timeout=60).generated_tokens) == 200
+
+
+def test_an_automatic_name_is_free_for_every_continuation(lm) -> None:
+    with lm.continuous_batching_context_manager(SAMPLED, batching()) as manager:
+        taken = int(manager.add_request(PROMPT).removeprefix("req_")) + 1
+        manager.add_request([1, 2], f"req_{taken}__child#2", generation_config=GenerationConfig(eos_token_id=-1))
+        assert manager.add_request(PROMPT) == f"req_{taken + 1}"
+
+
+def test_the_cancel_of_the_first_before_the_start_leaves_the_prompt_shared_by_the_others(lm) -> None:
+    manager = lm.init_continuous_batching(SAMPLED, batching(allow_block_sharing=False))
+    name = manager.add_request(PROMPT)
+    manager.cancel_request(name)
+    manager.start()
+    outputs = [manager.get_result(f"{name}__child#{i}", timeout=60) for i in range(1, 4)]
+    manager.stop()
+    assert [output.num_cached_tokens for output in outputs] == [0, 6, 6]
+
+
+def test_what_is_shared_in_a_family_is_not_called_a_hit_of_the_cache(lm) -> None:
+    lm.generate_batch([PROMPT], SAMPLED, batching(allow_block_sharing=False))
+    assert lm.summary.cached_tokens == 0
+    assert "prefix cache       0 prompt tokens found: allow_block_sharing is off" in str(lm.summary)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cbjax import ContinuousBatchingConfig, GenerationConfig
+from cbjax.scheduler import BlockPool
 from cbjax.testing import tiny_llama
 
 SHARED = list(range(40, 61))
@@ -96,6 +97,56 @@ def test_b08_params_that_were_changed_in_place_are_noticed(lm, cold) -> None:
     finally:
         lm.params["embed"]["weight"] = embedding
     assert_equal(run(lm, PROMPTS), cold)
+
+
+def test_b08_numpy_params_that_were_changed_in_place_are_never_trusted(lm, cold) -> None:
+    old = lm.params
+    lm.params = jax.tree.map(np.array, old)
+    try:
+        run(lm, PROMPTS)
+        for leaf in jax.tree.leaves(lm.params):
+            leaf *= 1.5
+        changed = run(lm, PROMPTS)
+        assert_found_nothing_old(changed)
+        assert changed[0].generated_tokens != cold[0].generated_tokens
+    finally:
+        lm.params = old
+    assert_equal(run(lm, PROMPTS), cold)
+
+
+def test_b08_an_interrupt_while_the_cache_is_dropped_leaves_no_old_cache_under_new_params(
+    lm, cold, monkeypatch
+) -> None:
+    run(lm, PROMPTS)
+    old = lm.params
+    other = tiny_llama(seed=5)
+
+    def interrupted(pool):
+        raise KeyboardInterrupt
+
+    try:
+        lm.params = other.params
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockPool, "without_cache", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run(lm, PROMPTS)
+        assert_equal(run(lm, PROMPTS), run(other, PROMPTS, allow_block_sharing=False))
+    finally:
+        lm.params = old
+        other.close()
+    assert_equal(run(lm, PROMPTS), cold)
+
+
+def test_params_changed_in_place_take_effect_at_the_next_call_and_not_within_one(lm, cold) -> None:
+    embedding = lm.params["embed"]["weight"]
+    stream = lm.stream(PROMPTS[0], GREEDY, batching())
+    try:
+        next(stream)
+        lm.params["embed"]["weight"] = embedding * 1.5
+        outputs = list(stream)
+    finally:
+        lm.params["embed"]["weight"] = embedding
+    assert outputs[-1].generated_tokens == cold[0].generated_tokens
 
 
 def test_a_warm_single_prompt_compiles_what_is_left_of_it_before_it_runs(lm) -> None:

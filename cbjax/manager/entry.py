@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ class Entry:
       seed: used if the config has none.
       streaming: whether tokens are told one by one.
       created: `time.perf_counter` at submission.
-      first: the first continuation of the same prompt; None if it is that.
+      family: all continuations of the same prompt, itself included.
       state: the engine's record, None before it has one. The loop's thread goes on writing it.
       num_tokens: output tokens that readers may see; what the record holds beyond is not published.
       cancelled: by its submitter; nothing is published any more.
@@ -36,13 +37,18 @@ class Entry:
     seed: int
     streaming: bool
     created: float
-    first: Entry | None = None
+    family: Sequence[Entry] = ()
     state: RequestState | None = None
     num_tokens: int = 0
     cancelled: bool = False
     output: GenerationOutput | None = None
     handler: Handler | None = None
     reader: Reader | None = None
+
+    @property
+    def relative(self) -> RequestState | None:
+        """A continuation of the same prompt that the engine has, whose prompt can be shared."""
+        return next((entry.state for entry in self.family if entry.state is not None), None)
 
     @property
     def index(self) -> int:

@@ -99,9 +99,11 @@ class Intake:
         order = self._order(prepared)
         with self._ledger.lock:
             self._refuse_unless_accepting()
-            names = [self._free_name() for _ in prepared] if names is None else names
-            named = [replace(p, request_id=name) for p, name in zip(prepared, names, strict=True)]
-            families = [p.continuations() for p in named]
+            if names is None:
+                families = [self._with_free_names(p) for p in prepared]
+            else:
+                named = [replace(p, request_id=name) for p, name in zip(prepared, names, strict=True)]
+                families = [p.continuations() for p in named]
             everybody = [p.request_id for family in families for p in family]
             for name in checked_names(len(everybody), everybody):
                 if name in self._ledger.alive:
@@ -117,7 +119,7 @@ class Intake:
             if (error := entry.prepared.error) is not None:
                 log.warning("request %s is refused: %s", entry.request_id, error)
                 self._ledger.finish(entry, without_tokens(entry.prepared, RequestStatus.FAILED, error))
-        return names
+        return [family[0].request_id for family in families]
 
     def _order(self, prepared: Sequence[Prepared]) -> list[int]:
         """Places of the good ones as they are submitted: descending, so that a prefix follows what it is one of."""
@@ -137,15 +139,17 @@ class Intake:
                 seed=seed,
                 streaming=streaming,
                 created=now,
-                first=entries[0] if entries else None,
+                family=entries,
             )
             entries.append(entry)
         return entries
 
-    def _free_name(self) -> str:
-        while self._ledger.knows(name := f"req_{next(self._lm._auto_ids)}"):
-            pass
-        return name
+    def _with_free_names(self, p: Prepared) -> list[Prepared]:
+        """The continuations of a prompt under the next automatic name, of which nobody has any."""
+        while True:
+            family = replace(p, request_id=f"req_{next(self._lm._auto_ids)}").continuations()
+            if not any(self._ledger.knows(each.request_id) for each in family):
+                return family
 
     def _refuse_unless_accepting(self) -> None:
         if self._loop.phase in (Phase.NEW, Phase.RUNNING):

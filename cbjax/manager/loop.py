@@ -125,7 +125,7 @@ class Loop:
                 eos_token_ids=self._lm.eos_token_ids,
                 logprobs=self._logprobs,
                 created=entry.created,
-                fork_of=None if entry.first is None else entry.first.state,
+                fork_of=entry.relative,
             )
         except (TypeError, ValueError) as error:
             log.warning("request %s is refused: %s", entry.request_id, error)

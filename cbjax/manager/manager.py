@@ -71,7 +71,7 @@ class ContinuousBatchingManager:
             hints, buckets = self._hints, None
             if hints.num_requests and hints.max_prompt_length and hints.max_generated_length:
                 buckets = reachable_buckets(session.resolved, [hints] * hints.num_requests)
-            session.warmup(buckets, progress_bar=progress_bar)
+            session.warmup(buckets, forks=hints.num_requests != 1, progress_bar=progress_bar)
 
     def start(self) -> None:
         """Starts the loop, also after `stop` or an error; one that still stops is waited for.

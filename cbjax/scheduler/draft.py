@@ -203,6 +203,7 @@ class Draft:
                 slot=slot,
                 incarnation=waiting.incarnation,
                 num_cached=hit.num_cells,
+                num_forked=hit.num_cells if hit.is_fork else 0,
                 num_restored=restored,
             )
         )

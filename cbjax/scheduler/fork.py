@@ -51,6 +51,7 @@ def find_relative(draft: Draft, waiting: Waiting) -> Hit | None:
             num_registered=registered,
             prefix=prefix,
             num_cells=prompt - 1,
+            is_fork=True,
             unfinished=table[:, columns] if rest else np.empty(0, np.int32),
         )
     return None

@@ -18,6 +18,7 @@ class Hit(NamedTuple):
       num_registered: columns that are registered.
       prefix: the chain of these; None if the request registers nothing.
       num_cells: tokens whose KV is in the blocks.
+      is_fork: they are a running request's with the same prompt.
       unfinished: i32[groups], the blocks with the rest of these, to be copied; i32[0] if there is no rest.
     """
 
@@ -26,6 +27,7 @@ class Hit(NamedTuple):
     num_registered: int
     prefix: Prefix | None
     num_cells: int
+    is_fork: bool
     unfinished: np.ndarray
 
     @property

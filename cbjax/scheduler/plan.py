@@ -147,6 +147,7 @@ class Admission:
       incarnation: how many times it was admitted before.
       num_cached: tokens whose KV was found, in registered blocks or those of a running request with the same prompt,
         and is not computed again.
+      num_forked: those of them that are a running request's with the same prompt.
       num_restored: tokens after those whose KV came back from host memory.
     """
 
@@ -154,6 +155,7 @@ class Admission:
     slot: int
     incarnation: int
     num_cached: int
+    num_forked: int = 0
     num_restored: int = 0
 
 

@@ -36,7 +36,7 @@ def find(draft: Draft, waiting: Waiting) -> Hit:
 
 
 def _hit(table: np.ndarray, num_unheld: tuple[int, ...], prefix: Prefix | None, num_cells: int) -> Hit:
-    return Hit(table, num_unheld, table.shape[1], prefix, num_cells, unfinished=np.empty(0, np.int32))
+    return Hit(table, num_unheld, table.shape[1], prefix, num_cells, is_fork=False, unfinished=np.empty(0, np.int32))
 
 
 def _registered(draft: Draft, waiting: Waiting) -> tuple[list[Prefix], np.ndarray]:
