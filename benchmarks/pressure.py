@@ -129,7 +129,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     options.add_argument("--offload-space", type=float, default=1.0, help="GiB of the host-memory tier (default 1)")
     args = options.parse_args(argv)
     if args.quick:
-        args.requests, args.new_tokens, args.repeats, args.pools = 4, 32, 1, [100, 12]
+        args.requests, args.new_tokens, args.repeats, args.pools = 4, 32, 1, [12]
     args.pools = sorted(args.pools, reverse=True)
     return args
 

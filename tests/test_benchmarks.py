@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import jax
@@ -145,27 +146,37 @@ def test_vs_transformers_wants_to_know_its_peer(capsys):
     assert "--setup-peer" in capsys.readouterr().err
 
 
-def test_the_pressure_benchmark_evicts_and_notes_a_peer_that_cannot_run(measured, model, fake_peer):
-    fake_peer(FAKE_PEER.replace("for line in", "if job['num_blocks'] < 20: sys.exit('too few')\nfor line in"))
+def test_the_pressure_benchmark_evicts_and_compares(measured, model, fake_peer):
+    fake_peer()
     document = measured(pressure.main, *TINY, *BUDGET, "--peer-python", sys.executable, "--model", model)
     figures, limits = document["figures"], document["limits"]
-    large, small = "float32, 100% pool of 32 blocks", "float32, 12% pool of 9 blocks"
-    assert document["notes"] == [
-        f"{small}: raised to what the longest request needs",
-        f"{small}, {sides.BATCHED}: cannot run: the peer (generate_batch) ended with exit code 1; it said: too few",
-    ]
-    assert figures[f"{large}, {sides.BATCHED}"]["values"] == [4 * 32 / 2.0]
-    assert not limits[f"{large}, {sides.BATCHED}, {pressure.EQUAL}"]["holds"]
+    label = "float32, 12% pool of 9 blocks"
+    assert document["notes"] == [f"{label}: raised to what the longest request needs"]
+    assert figures[f"{label}, {sides.BATCHED}"]["values"] == [4 * 32 / 2.0]
+    assert not limits[f"{label}, {sides.BATCHED}, {pressure.EQUAL}"]["holds"]
     for side in (pressure.OFFLOAD, pressure.RESET):
-        assert figures[f"{large}, {side}, evictions"]["median"] == 0
-        assert figures[f"{small}, {side}, evictions"]["median"] > 0
-        assert limits[f"{large}, {side}, {pressure.EQUAL}"]["holds"]
-        assert limits[f"{small}, {side}, {pressure.EQUAL}"]["holds"]
-        assert f"{large}, {side} {pressure.AGAINST}" in limits
-        assert f"{small}, {side} {pressure.AGAINST}" not in figures
-    assert figures[f"{small}, {pressure.OFFLOAD}, copied MiB"]["median"] > 0
-    assert figures[f"{small}, {pressure.RESET}, recomputed tokens"]["median"] > 0
-    assert limits[f"{small}, {pressure.RECOMPUTED}"]["holds"]
+        assert figures[f"{label}, {side}, evictions"]["median"] > 0
+        assert limits[f"{label}, {side}, {pressure.EQUAL}"]["holds"]
+        assert f"{label}, {side} {pressure.AGAINST}" in limits
+    assert figures[f"{label}, {pressure.OFFLOAD}, copied MiB"]["median"] > 0
+    assert figures[f"{label}, {pressure.RESET}, recomputed tokens"]["median"] > 0
+    assert limits[f"{label}, {pressure.RECOMPUTED}"]["holds"]
+
+
+def test_a_side_that_cannot_run_is_dropped_and_noted_and_the_others_go_on():
+    class Fails:
+        def run(self, count, new_tokens):
+            raise PeerError("the peer ended; it said: Traceback\nMemoryError: no blocks\n")
+
+    class Works:
+        def run(self, count, new_tokens):
+            return peer.Run(seconds=1.0, tokens=[[7] * new_tokens] * count)
+
+    notes: list[str] = []
+    args = Namespace(repeats=2, requests=3, new_tokens=4)
+    runs = pressure.take_turns({"bad": Fails(), "good": Works()}, args, "small pool", notes)
+    assert {name: len(own) for name, own in runs.items()} == {"good": 3}
+    assert notes == ["small pool, bad: cannot run: MemoryError: no blocks"]
 
 
 @pytest.mark.parametrize(
