@@ -4,10 +4,13 @@ After every transition `check(state)` holds; every token is compared with the re
 """
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from machines import DEPTHS, POLICIES, Loop, Windows, make_config, random_script
+from machines import DEPTHS, POLICIES, Loop, Windows, make_config, make_prompt, random_script
+
+from cbjax.scheduler import EVICTION_MAPPING
 
 # Layer groups: with a full one, of windows alone, shorter than a block, and two of the same window.
 WINDOWS = ((None, 6), (5,), (None, 2, 9), (8, 8))
@@ -25,8 +28,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         margin=st.sampled_from([0.0, 0.15, 0.5, 1.0]),
         depth=st.sampled_from(DEPTHS),
         windows=st.sampled_from([(None,), (None,), *WINDOWS]),
+        shares=st.booleans(),
+        eviction=st.sampled_from(list(EVICTION_MAPPING.values())),
+        host_blocks=st.sampled_from([0, 0, 4, 100]),
     )
-    def start(self, policy, num_blocks, block_size, max_batch_tokens, rows, margin, depth, windows) -> None:
+    def start(
+        self,
+        policy,
+        num_blocks,
+        block_size,
+        max_batch_tokens,
+        rows,
+        margin,
+        depth,
+        windows,
+        shares,
+        eviction,
+        host_blocks,
+    ) -> None:
         config = make_config(
             policy=policy,
             windows=windows,
@@ -35,14 +54,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch_tokens=max_batch_tokens,
             max_requests_per_batch=rows,
             safety_margin=margin,
+            shares_blocks=shares,
+            eviction=eviction,
+            host_blocks=host_blocks,
         )
         self.loop = Loop(config, depth=depth)
 
-    @rule(data=st.data(), eos=st.sampled_from([0, 0, 100]))
-    def add(self, data, eos) -> None:
+    @rule(data=st.data(), eos=st.sampled_from([0, 0, 100]), common=st.sampled_from([0, 0, 4, 9, 20]))
+    def add(self, data, eos, common) -> None:
         cells = self.loop.config.max_request_tokens
-        prompt = data.draw(st.integers(1, min(20, cells)))
-        self.loop.add(prompt, data.draw(st.integers(1, min(20, cells - prompt + 1))), tuple(range(eos)))
+        length = data.draw(st.integers(1, min(20, cells)))
+        own = make_prompt(20, seed=len(self.loop.requests) + 1)
+        prompt = np.concatenate([make_prompt(20, seed=0)[:common], own])[:length]
+        self.loop.add(prompt, data.draw(st.integers(1, min(20, cells - length + 1))), tuple(range(eos)))
+
+    @precondition(lambda self: self.loop.requests)
+    @rule(data=st.data(), times=st.integers(1, 4))
+    def fork(self, data, times) -> None:
+        parent = self.loop.requests[data.draw(st.integers(0, len(self.loop.requests) - 1))]
+        for _ in range(times):
+            self.loop.add(parent.prompt, parent.max_new_tokens, parent.eos_token_ids, fork_of=parent.family)
 
     @precondition(lambda self: self.loop.requests)
     @rule(data=st.data())
