@@ -46,7 +46,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, metavar="T", help="sample with this temperature; default: greedy")
     add("--top-k", type=int, metavar="K", help="sample from the K largest logits")
     add("--top-p", type=float, metavar="P", help="sample from the smallest set of this probability")
-    add("-n", "--num-return-sequences", type=int, default=1, metavar="N", help="sampled continuations of each prompt")
+    add(
+        "-n",
+        "--num-return-sequences",
+        type=int,
+        default=1,
+        metavar="N",
+        help="continuations of each prompt; more than one needs --temperature, --top-k or --top-p",
+    )
     add("--seed", type=int, help="makes sampled output reproducible")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV cache (default float32)")
     add("--block-size", type=int, metavar="TOKENS", help="tokens of a KV block (default 256)")

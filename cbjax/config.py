@@ -9,6 +9,9 @@ from cbjax.sampling.params import SamplingParams, derive_seed
 from cbjax.scheduler import MIN_BLOCK_SIZE, eviction_named, scheduler_named
 from cbjax.strict import check_bool, check_fraction, check_number, rejects_unknown_fields, set_checked_ints
 
+# Each is a request of its own from the start, so a slip of the keyboard would take minutes to be seen.
+MAX_CONTINUATIONS = 10_000
+
 # Fields that exist for compatibility or are to come: the values that ask for nothing this version cannot do.
 _WITHOUT_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
     "use_async_batching": ((None, False), "steps run one after another in this version"),
@@ -113,7 +116,7 @@ class GenerationConfig:
       seed: the request's tokens depend on it, the prompt, these settings and the weights only. None: derived from
         `ContinuousBatchingConfig.seed` and the request's place in the call.
       num_return_sequences: continuations of the prompt, each an output of its own and sampled under a seed of its own,
-        which follows from the request's; the prompt is computed once. At least 1.
+        which follows from the request's; the prompt is computed once. From 1 to 10,000.
       eos_token_id: ids that end the request. None: the model's own; -1 (or an empty sequence): none.
 
     Raises:
@@ -139,6 +142,11 @@ class GenerationConfig:
             raise ValueError(
                 "do_sample=False takes the largest logit and leaves temperature, top_k and top_p without effect; got "
                 f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: drop one or the other"
+            )
+        if self.num_return_sequences > MAX_CONTINUATIONS:
+            raise ValueError(
+                f"num_return_sequences must be at most {MAX_CONTINUATIONS}; got {self.num_return_sequences}: "
+                "give the prompt several times, with a seed each"
             )
         if self.num_return_sequences > 1 and not self.samples:
             raise ValueError(

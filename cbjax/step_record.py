@@ -11,7 +11,7 @@ from cbjax.descriptor import Bucket
 from cbjax.scheduler import SchedulerState, StepPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class StepRecord:
     """A step as it was dispatched.
 
@@ -28,6 +28,14 @@ class StepRecord:
     state: SchedulerState
     request_ids: Mapping[int, str]
     dispatched: float
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        evicted = len(plan.soft_resets) + len(plan.offloads)
+        return (
+            f"StepRecord({self.bucket}: {self.prefill_tokens} prefill and {self.decode_tokens} decode tokens in "
+            f"{plan.batch.num_rows} rows, {len(plan.admitted)} admitted, {evicted} evicted)"
+        )
 
     @property
     def prefill_tokens(self) -> int:

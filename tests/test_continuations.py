@@ -88,6 +88,11 @@ def test_fewer_than_one_is_refused(value) -> None:
         GenerationConfig(num_return_sequences=value, temperature=1.0)
 
 
+def test_more_than_anybody_can_mean_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_return_sequences must be at most 10000; got 1000000"):
+        GenerationConfig(num_return_sequences=10**6, temperature=1.0)
+
+
 @pytest.mark.parametrize("settings", [{}, {"do_sample": False}, {"temperature": 0.0}])
 def test_greedy_continuations_are_refused_since_they_would_all_be_the_same(settings) -> None:
     with pytest.raises(ValueError, match="num_return_sequences=2 greedy continuations"):

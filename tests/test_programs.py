@@ -60,7 +60,8 @@ def test_b45_invariant_7_nothing_is_compiled_after_warm_up(lm, caplog):
     lm.generate_batch([], GREEDY, config)
     session = lm.session
     compiled = session.warmup()
-    names = {"block-table entries", "decode(2)", "decode(8)", "mixed(64 tokens, 8 rows)", "mixed(128 tokens, 8 rows)"}
+    names = {"block-table entries", "copies of blocks", "decode(2)", "decode(8)"}
+    names |= {"mixed(64 tokens, 8 rows)", "mixed(128 tokens, 8 rows)"}
     assert {program.name for program in session.device.programs.values()} == names
     assert all(program.seconds > 0 and program in session.device.programs.values() for program in compiled)
     assert session.warmup() == []
@@ -76,7 +77,7 @@ def test_b45_invariant_7_nothing_is_compiled_after_warm_up(lm, caplog):
         jax.jit(lambda x: x + 1)(1)
         assert "ompil" in caplog.text, "jax no longer logs what it compiles"
     assert lm.session is session
-    assert set(session.device.programs) == {"table", decode(2), decode(8), mixed(64, 8), mixed(128, 8)}
+    assert set(session.device.programs) == {"table", "copy", decode(2), decode(8), mixed(64, 8), mixed(128, 8)}
 
 
 def test_strict_mode_names_the_program_that_is_missing(lm):

@@ -84,10 +84,10 @@ def test_invariant_4_a_tight_pool_with_many_soft_resets_equals_transformers(lm, 
 
 
 @pytest.mark.parametrize(
-    "gib", [1.0, pytest.param(0.0, marks=pytest.mark.slow), 0.02], ids=["offload", "soft reset", "mixed"]
+    "gib", [1.0, pytest.param(0.0, marks=pytest.mark.slow), 0.006], ids=["offload", "soft reset", "mixed"]
 )
 def test_invariant_4_32_requests_under_pressure_equal_transformers_and_offload_computes_nothing_again(lm, gib):
-    # A block has 16 tokens of 45 KiB each, so 0.02 GiB hold 29 blocks, which is a victim or two at a time.
+    # A block has 16 tokens of 45 KiB each, so 0.006 GiB hold 8 blocks, which is not enough for every victim.
     outputs = generate(
         lm,
         RECORDS + RECORDS[:7],

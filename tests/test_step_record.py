@@ -68,6 +68,14 @@ def test_the_rectangle_is_as_wide_as_the_longest_row(lm):
     assert [(r.prefill_tokens, r.decode_tokens, r.rectangle) for r in records] == [(36, 0, 5 * 21)] + [(0, 5, 5)] * 5
 
 
+def test_a_record_prints_as_one_line(lm):
+    with lm.recording() as records:
+        generate(lm)
+    assert repr(records[0]) == (
+        "StepRecord(mixed(64 tokens, 8 rows): 36 prefill and 0 decode tokens in 5 rows, 5 admitted, 0 evicted)"
+    )
+
+
 def test_only_steps_of_the_block_are_recorded_and_streams_are_too(lm):
     with lm.recording() as outer:
         generate(lm)
