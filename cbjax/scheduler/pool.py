@@ -175,14 +175,8 @@ class PoolDraft:
         """The pool this draft has come to."""
         self._blank.setflags(write=False)
         self._cached.links.setflags(write=False)
-        return replace(
-            self._pool,
-            blank=self._blank,
-            num_blank=self._num_blank,
-            cached=self._cached,
-            holders=self._holders,
-            index=self.index.freeze(),
-        )
+        index = self.index.freeze()
+        return BlockPool(self._blank, self._num_blank, self._cached, self._holders, index, self._pool.policy)
 
     def _evict(self, count: int) -> np.ndarray:
         """Takes cached blocks, i32[count], in the policy's order."""

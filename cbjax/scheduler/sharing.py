@@ -105,8 +105,8 @@ def _register_column(draft: Draft, slot: int, record: Record, column: int, befor
     for group, block in enumerate(record.table[:, column].tolist()):
         if block != missing:
             held = draft.pool.register(block, group, prefix)
-            prefix = draft.pool.index.name(held).prefix
             if held != block:
+                prefix = draft.pool.index.name(held).prefix
                 draft.swap(slot, group, column, held)
     return prefix
 
