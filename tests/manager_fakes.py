@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 from engines import assert_clean
@@ -121,6 +122,17 @@ class HashLM(ContinuousMixin):
             warmup=lambda *a, **k: [],
             close=lambda: None,
         )
+
+
+@contextmanager
+def running_manager(lm: HashLM) -> Iterator[ContinuousBatchingManager]:
+    """A manager that runs, and must end well."""
+    manager = lm.init_continuous_batching()
+    manager.start()
+    yield manager
+    lm.device.free()
+    manager.stop(hard_stop=True)
+    assert_idle(lm)
 
 
 def right(

@@ -77,9 +77,12 @@ def test_one_bad_prompt_fails_with_all_its_continuations_and_no_other(lm) -> Non
 def test_forks_compile_nothing_after_warm_up(lm) -> None:
     lm.generate_batch([[1]], GenerationConfig(), batching())
     lm.session.warmup()
+    programs = dict(lm.session.device.programs)
     lm.session.device.strict = True
-    lm.generate_batch([PROMPT] * 3, SAMPLED, batching())
+    outputs = lm.generate_batch([PROMPT] * 3, SAMPLED, batching())
     lm.session.device.strict = False
+    assert lm.session.device.programs == programs
+    assert sum(output.num_cached_tokens > 0 for output in outputs.values()) >= 9, "nobody was forked"
 
 
 @pytest.mark.parametrize("value", [0, -1])

@@ -6,7 +6,7 @@ import threading
 from functools import partial
 
 import pytest
-from manager_fakes import SECONDS, HashLM, assert_idle, result, right
+from manager_fakes import SECONDS, HashLM, assert_idle, result, right, running_manager
 
 from cbjax import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, RequestStatus
 
@@ -20,13 +20,8 @@ def lm():
 
 @pytest.fixture
 def manager(lm):
-    """Runs, and must end well."""
-    manager = lm.init_continuous_batching()
-    manager.start()
-    yield manager
-    lm.device.free()
-    manager.stop(hard_stop=True)
-    assert_idle(lm)
+    with running_manager(lm) as manager:
+        yield manager
 
 
 # Life.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from manager_fakes import SECONDS, HashLM, assert_idle, result, right
+from manager_fakes import SECONDS, HashLM, assert_idle, result, right, running_manager
 
 from cbjax import GenerationConfig, RequestStatus
 from cbjax.testing import ByteTokenizer
@@ -25,12 +25,8 @@ def lm():
 
 @pytest.fixture
 def manager(lm):
-    manager = lm.init_continuous_batching()
-    manager.start()
-    yield manager
-    lm.device.free()
-    manager.stop(hard_stop=True)
-    assert_idle(lm)
+    with running_manager(lm) as manager:
+        yield manager
 
 
 # The loop fails.

@@ -10,7 +10,7 @@ import time
 from functools import partial
 
 import pytest
-from manager_fakes import SECONDS, HashLM, assert_idle, result, right, run_threads
+from manager_fakes import SECONDS, HashLM, result, right, run_threads, running_manager
 
 from cbjax import GenerationConfig, RequestStatus
 from cbjax.testing import ByteTokenizer
@@ -25,13 +25,8 @@ def lm():
 
 @pytest.fixture
 def manager(lm):
-    """Runs, and must end well."""
-    manager = lm.init_continuous_batching()
-    manager.start()
-    yield manager
-    lm.device.free()
-    manager.stop(hard_stop=True)
-    assert_idle(lm)
+    with running_manager(lm) as manager:
+        yield manager
 
 
 # Fetching.

@@ -160,8 +160,10 @@ def test_the_policy_says_whose_end_is_given_up_first(eviction: str, found: list[
 @pytest.mark.parametrize("name", HASHES)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_no_hash_however_bad_changes_an_output(name: str, depth: int) -> None:
-    for seed in range(10):
-        random_script(seed, depth, shares_blocks=True, block_hash=HASHES[name])
+    loops = [random_script(seed, depth, shares_blocks=True, block_hash=HASHES[name]) for seed in range(10)]
+    # Under one key for everything only the last block can be found, which seldom begins a prompt.
+    found = sum(sum(map(sum, loop.cached.values())) for loop in loops)
+    assert found > 0 or name == "constant", "nothing was ever found"
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (5,), (None, 3, 9), (8, 8)])
@@ -180,9 +182,12 @@ def test_random_scripts_that_share_prefixes_equal_solo_runs(windows: Windows, de
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (5,), (None, 3, 9), (8, 8)])
 @pytest.mark.parametrize("name", HASHES)
 def test_many_random_scripts_that_share_prefixes_equal_solo_runs(windows: Windows, name: str) -> None:
+    found = 0
     for seed in range(1000, 1400):
         eviction = list(EVICTION_MAPPING.values())[seed % 2]
-        random_script(seed, seed % 4, windows, shares_blocks=True, eviction=eviction, block_hash=HASHES[name])
+        loop = random_script(seed, seed % 4, windows, shares_blocks=True, eviction=eviction, block_hash=HASHES[name])
+        found += sum(map(sum, loop.cached.values()))
+    assert found > 0 or name == "constant", "nothing was ever found"
 
 
 @pytest.mark.parametrize("window", [6, 8, 9])
