@@ -91,6 +91,11 @@ def unit_of(dotted: str) -> str:
     return package if package == "pallas_kernels" else f"*{package}"
 
 
+def is_unit(name: str) -> bool:
+    """Whether that is a module or package of cbjax, not a name that the package itself has."""
+    return any((ROOT / "cbjax" / path).exists() for path in (f"{name}.py", f"{name}/__init__.py"))
+
+
 def imports_of(path: Path, *, for_types_only: bool) -> Iterator[str]:
     """Dotted names that a file imports anywhere, in functions too; `if TYPE_CHECKING:` blocks only if asked."""
     pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
@@ -102,7 +107,7 @@ def imports_of(path: Path, *, for_types_only: bool) -> Iterator[str]:
             assert node.level == 0, f"{path}: relative imports hide who imports whom"
             assert node.module is not None
             # `from cbjax import x` imports the unit x or a name of the package itself.
-            names = [f"cbjax.{alias.name}" for alias in node.names if (ROOT / "cbjax" / f"{alias.name}.py").exists()]
+            names = [f"cbjax.{alias.name}" for alias in node.names if is_unit(alias.name)]
             yield from names if node.module == "cbjax" and names else [node.module]
         typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         pending += node.orelse if typing_only and not for_types_only else ast.iter_child_nodes(node)
@@ -133,9 +138,9 @@ def test_the_walk_sees_imports_in_functions_and_not_those_for_types(tmp_path: Pa
     path = tmp_path / "module.py"
     path.write_text(
         "import a.b\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import c\nelse:\n    import d\n"
-        "def f():\n    from cbjax.engine import Engine\n    from cbjax import cli, CausalLM\n"
+        "def f():\n    from cbjax.engine import Engine\n    from cbjax import cli, mixin, CausalLM\n"
     )
-    at_run_time = {"a.b", "typing", "d", "cbjax.engine", "cbjax.cli"}
+    at_run_time = {"a.b", "typing", "d", "cbjax.engine", "cbjax.cli", "cbjax.mixin"}
     assert set(imports_of(path, for_types_only=False)) == at_run_time
     assert set(imports_of(path, for_types_only=True)) == at_run_time | {"c"}
 
