@@ -22,7 +22,7 @@ FOREIGN = ("torch", "transformers", "tensorflow")
 MAY_IMPORT = {
     "__init__": set(),  # public names are imported when they are first used
     "__main__": {"cli"},
-    "cli": {"__init__", "causal_lm", "config"},
+    "cli": {"__init__", "causal_lm", "config", "recording"},
     "causal_lm": {"attention", "checkpoints", "config", "mixin", "models", "step", "strict"},
     "testing": {"causal_lm", "descriptor", "models", "scheduler", "text"},
     "mixin": {
@@ -31,6 +31,7 @@ MAY_IMPORT = {
         "job",
         "manager",
         "progress",
+        "recording",
         "requests",
         "resolve",
         "session",
@@ -56,7 +57,18 @@ MAY_IMPORT = {
         "resolve",
         "scheduler",
     },
-    "engine": {"descriptor", "ladder", "programs", "requests", "sampling", "scheduler", "step_record", "strict"},
+    "engine": {
+        "descriptor",
+        "ladder",
+        "programs",
+        "recording",
+        "requests",
+        "sampling",
+        "scheduler",
+        "step_record",
+        "strict",
+    },
+    "recording": {"__init__", "scheduler"},
     "step_record": {"descriptor", "scheduler"},
     "programs": {"cache", "descriptor", "host_memory", "scheduler", "step"},
     "step": {"attention", "cache", "descriptor", "models", "sampling"},
@@ -175,7 +187,8 @@ def test_the_probe_for_loaded_modules_sees_jax() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["cbjax.scheduler", "cbjax.config", "cbjax.requests", "cbjax.sampling", "cbjax.inputs", "cbjax.cli"]
+    "module",
+    [f"cbjax.{unit}" for unit in ("scheduler", "recording", "config", "requests", "sampling", "inputs", "cli")],
 )
 def test_importing_it_does_not_import_jax(module: str) -> None:
     loaded, _ = loaded_by("-c", f"import {module}")

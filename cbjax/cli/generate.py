@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -51,16 +52,15 @@ def add_parser(commands: Any, name: str) -> None:
     add("--cpu-offload-space", type=float, metavar="GIB", help="host memory for requests that lose their blocks")
     add("--scheduler", choices=("fifo", "prefill_first"), default="fifo", help="scheduling policy (default fifo)")
     add("--json", type=Path, metavar="OUT", help="write outputs, settings and summary as JSON ('-': standard output)")
+    add("--record", type=Path, metavar="FILE", help="record the run for `cbjax replay`; the file has the prompts' ids")
     add("--report", action="store_true", help="show every setting in use and why")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs it; 1 if a request failed."""
     prompts = _read_prompts(args)
-    if args.json and args.json.is_dir():
-        raise ValueError(f"--json {args.json}: that is a folder; name a file")
-    if args.json and str(args.json) != "-" and not args.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {args.json}: its folder does not exist; make it first")
+    for option, path in (("--json", args.json), ("--record", args.record)):
+        _check_place(option, path)
 
     from cbjax.causal_lm import CausalLM
     from cbjax.config import ContinuousBatchingConfig, GenerationConfig
@@ -80,10 +80,11 @@ def run(args: argparse.Namespace) -> int:
     quiet = str(args.json) == "-"
     streams = len(inputs) == args.num_return_sequences == 1
     try:
-        if streams:
-            _stream(lm, inputs[0], generation, config, sys.stderr if quiet else sys.stdout)
-        else:
-            lm.generate_batch(inputs, generation, config, progress_bar=True)
+        with lm.record_to(args.record) if args.record else nullcontext():
+            if streams:
+                _stream(lm, inputs[0], generation, config, sys.stderr if quiet else sys.stdout)
+            else:
+                lm.generate_batch(inputs, generation, config, progress_bar=True)
     finally:  # an interrupted run has outputs, too
         if args.json and lm.summary:
             _write_json(args, lm)
@@ -96,6 +97,16 @@ def run(args: argparse.Namespace) -> int:
     for output in failed:
         print(f"cbjax: {output.request_id} failed: {output.error}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _check_place(option: str, path: Path | None) -> None:
+    """Raises ValueError if no file can be there."""
+    if path is None or (option == "--json" and str(path) == "-"):
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: that is a folder; name a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: its folder does not exist; make it first")
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Any]:
