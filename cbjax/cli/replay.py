@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cbjax.cli.step_table import HEAD, line_of
+
 if TYPE_CHECKING:
-    from cbjax.recording import Input, Recording, ReplayedStep
+    from cbjax.recording import Recording, ReplayedStep
 
 EXAMPLE = "example: cbjax replay run.cbjax"
-_HEAD = f"{'step':>6} {'rows':>5} {'prefill':>8} {'decode':>7} {'free blocks':>12} {'waiting':>8}  what happened"
-_MOST_NAMED = 6
 
 
 def add_parser(commands: Any, name: str) -> None:
@@ -37,6 +37,16 @@ def add_parser(commands: Any, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs it; 1 if there is a difference."""
+    try:
+        status = _run(args)
+        print(end="", flush=True)
+        return status
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
     from cbjax.recording import anonymise, compare, read_recording
 
     recording = _read(args.file)
@@ -69,11 +79,11 @@ def _summary(recording: Recording, *, quiet: bool) -> str:
 
     counts: Counter[str] = Counter(type(given).__name__ for given in recording.inputs)
     if not quiet:
-        print(_HEAD)
+        print(HEAD)
     for step in replay(recording):
         _count(step, counts)
         if not quiet:
-            print(_line(step))
+            print(line_of(step))
     reasons = ", ".join(f"{counts[reason]} {reason}" for reason in ("stop", "length", "failed") if counts[reason])
     lines = {
         "steps": f"{counts['steps']}, {counts['rows']} rows; {counts['prefill']} tokens prefilled, "
@@ -99,52 +109,3 @@ def _count(step: ReplayedStep, counts: Counter[str]) -> None:
     if step.results is not None:
         counts["ended"] += len(step.results.ended)
         counts.update(ended.reason for ended in step.results.ended)
-
-
-def _line(step: ReplayedStep) -> str:
-    plan, state = step.plan, step.state
-    decode = int(plan.batch.carried.sum())
-    numbers = (
-        f"{step.index:>6} {plan.batch.num_rows:>5} {plan.batch.num_tokens - decode:>8} {decode:>7} "
-        f"{state.pool.num_free:>12} {len(state.waiting):>8}"
-    )
-    return f"{numbers}  {'; '.join(_events(step))}".rstrip()
-
-
-def _events(step: ReplayedStep) -> Iterator[str]:
-    """In the order in which they came."""
-    plan = step.plan
-    yield from filter(None, map(_input, step.inputs))
-    yield from _listed("soft reset", [f"{r.uid} ({r.num_tokens} tokens)" for r in plan.soft_resets])
-    yield from _listed("offloaded", [f"{o.uid} ({len(o.blocks)} blocks)" for o in plan.offloads])
-    yield from _listed("restored", [f"{r.uid} ({len(r.blocks)} blocks)" for r in plan.restores])
-    cached = [f"{a.uid} ({a.num_cached} cached)" if a.num_cached else str(a.uid) for a in plan.admitted]
-    yield from _listed("admitted", cached)
-    if plan.num_starved:
-        yield f"{plan.num_starved} starved"
-    if step.results is None:
-        yield "no answers recorded"
-    else:
-        yield from _listed("ended", [f"{ended.uid} ({ended.reason})" for ended in step.results.ended])
-
-
-def _input(given: Input) -> str | None:
-    """What is worth saying of it."""
-    from cbjax.recording import Cancel, Renew, Reset, Start
-
-    match given:
-        case Start(config=c):
-            return f"engine of {c.num_blocks} blocks of {c.block_size}, {c.policy.name}, {c.eviction.name}"
-        case Cancel(uid=uid):
-            return f"cancelled {uid}"
-        case Renew():
-            return "new weights"
-        case Reset():
-            return "aborted"
-    return None
-
-
-def _listed(what: str, who: list[str]) -> Iterator[str]:
-    if who:
-        more = f" and {len(who) - _MOST_NAMED} more" if len(who) > _MOST_NAMED else ""
-        yield f"{what} {', '.join(who[:_MOST_NAMED])}{more}"

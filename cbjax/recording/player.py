@@ -29,7 +29,7 @@ class ReplayMismatch(ValueError):
         self.step, self.plan = step, plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class ReplayedStep:
     """A step that computed something.
 
@@ -46,6 +46,10 @@ class ReplayedStep:
     state: SchedulerState
     inputs: tuple[Input, ...]
     results: StepResults | None = None
+
+    def __repr__(self) -> str:
+        batch = self.plan.batch
+        return f"ReplayedStep({self.index}: {batch.num_tokens} tokens in {batch.num_rows} rows)"
 
 
 class Player:
@@ -161,6 +165,6 @@ def _compare(plan: StepPlan, given: Schedule, player: Player) -> None:
     digest = plan_digest(plan)
     if digest != given.digest:
         step = player.num_steps if plan.is_empty else player.num_steps - 1
-        what = "nothing is planned" if plan.is_empty else "another plan is made"
-        message = f"step {step}: {what} than was recorded (digest {digest}, recorded {given.digest})"
+        empty = ", since nothing can run" if plan.is_empty else ""
+        message = f"step {step}: the plan is not the recorded one{empty} (digest {digest}, recorded {given.digest})"
         raise ReplayMismatch(message, step=step, plan=plan)

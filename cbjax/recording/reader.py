@@ -14,7 +14,7 @@ from cbjax.recording.inputs import Input, Start
 from cbjax.recording.writer import END, FORMAT_VERSION, sealed, to_text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Recording:
     """What a file holds.
 
@@ -31,6 +31,9 @@ class Recording:
     inputs: tuple[Input, ...]
     is_complete: bool = True
     num_lost_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return f"Recording({self.name}: {len(self.inputs)} inputs{'' if self.is_complete else ', not closed'})"
 
     @property
     def notes(self) -> tuple[str, ...]:
