@@ -57,7 +57,7 @@ MAY_IMPORT = {
         "scheduler",
     },
     "engine": {"descriptor", "ladder", "programs", "requests", "sampling", "scheduler", "step_record", "strict"},
-    "step_record": {"descriptor", "scheduler"},
+    "step_record": {"scheduler"},
     "programs": {"cache", "descriptor", "host_memory", "scheduler", "step"},
     "step": {"attention", "cache", "descriptor", "models", "sampling"},
     "resolve": {"config", "ladder", "machine", "sampling", "scheduler"},
@@ -66,7 +66,8 @@ MAY_IMPORT = {
     "models": {"attention"},
     "cache": {"attention"},
     "attention": {"pallas_kernels"},
-    "ladder": {"descriptor", "scheduler"},
+    "ladder": {"scheduler"},
+    "simulate": {"ladder", "progress", "scheduler"},
     "descriptor": {"scheduler"},
     "config": {"sampling", "scheduler", "strict"},
     "compilation_cache": {"paths"},
@@ -170,7 +171,18 @@ def test_the_probe_for_loaded_modules_sees_jax() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["cbjax.scheduler", "cbjax.config", "cbjax.requests", "cbjax.sampling", "cbjax.inputs", "cbjax.cli"]
+    "module",
+    [
+        "cbjax.scheduler",
+        "cbjax.config",
+        "cbjax.requests",
+        "cbjax.sampling",
+        "cbjax.inputs",
+        "cbjax.cli",
+        "cbjax.ladder",
+        "cbjax.step_record",
+        "cbjax.simulate",
+    ],
 )
 def test_importing_it_does_not_import_jax(module: str) -> None:
     loaded, _ = loaded_by("-c", f"import {module}")
