@@ -15,7 +15,6 @@ import numpy as np
 from cbjax.scheduler import Batch
 from cbjax.scheduler import Bucket as Bucket
 
-
 # np.ndarray as built, jax.Array inside the step, jax.ShapeDtypeStruct when abstract.
 type Leaf = Any
 

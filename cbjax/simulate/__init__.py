@@ -5,6 +5,7 @@ from cbjax.simulate import read_trace, simulate, simulation_config
 print(simulate(read_trace("trace.csv"), simulation_config(num_blocks=4096)))
 """
 
+from cbjax.simulate.building import make_trace as make_trace
 from cbjax.simulate.cost import ConstantCost as ConstantCost
 from cbjax.simulate.cost import CostModel as CostModel
 from cbjax.simulate.cost import LinearCost as LinearCost
@@ -17,5 +18,4 @@ from cbjax.simulate.run import Simulation as Simulation
 from cbjax.simulate.run import simulate as simulate
 from cbjax.simulate.settings import simulation_config as simulation_config
 from cbjax.simulate.trace import Trace as Trace
-from cbjax.simulate.trace import make_trace as make_trace
 from cbjax.simulate.trace_file import read_trace as read_trace

@@ -95,8 +95,9 @@ class LinearCost:
         if base is None:
             base = self.step + self.padded_token * work.bucket.tokens
         if not base:
+            known = ", ".join(map(str, sorted(self.buckets))) or "none"
             raise ValueError(
-                f"the cost model knows no base for {work.bucket}, only for {', '.join(map(str, sorted(self.buckets)))}; "
+                f"the cost model must have a base for every bucket; it lacks {work.bucket} and has {known}: "
                 "make it for the same ladder, or give step or padded_token for other buckets"
             )
         return (

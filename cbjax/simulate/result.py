@@ -161,10 +161,7 @@ class Result:
             for name in self.__dataclass_fields__
             if name not in ("steps", "waiting", "first_token", "latency", "inter_token", "timeline")
         }
-        times = {
-            name: {f"p{100 * at:g}": None if math.isnan(value) else value for at, value in zip(QUANTILES, values, strict=True)}
-            for name, values in self.quantiles().items()
-        }  # fmt: skip
+        times = {name: dict(map(_named, QUANTILES, values)) for name, values in self.quantiles().items()}
         timeline = {name: getattr(self.timeline, name).tolist() for name in self.timeline.__dataclass_fields__}
         steps = {str(bucket): count for bucket, count in sorted(self.steps.items())}
         derived = {name: getattr(self, name) for name in ("num_steps", "hit_rate", "evictions", "tokens_per_second")}
@@ -177,6 +174,10 @@ class Result:
 
 def _quantiles(values: np.ndarray) -> list[float]:
     return np.quantile(values, QUANTILES).tolist() if len(values) else [math.nan] * len(QUANTILES)
+
+
+def _named(at: float, value: float) -> tuple[str, float | None]:
+    return f"p{100 * at:g}", None if math.isnan(value) else value
 
 
 def _times(values: list[float]) -> str:

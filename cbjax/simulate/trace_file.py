@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cbjax.simulate.trace import Trace, first_problem, trace_of_arrays
+from cbjax.simulate.building import first_problem, trace_of_arrays
+from cbjax.simulate.trace import Trace
 
 NEEDED = ("prompt_tokens", "output_tokens")
 
@@ -114,29 +115,30 @@ def _json_rows(file) -> Iterator[_Row]:
     for line, text in enumerate(file, 1):
         if not text.strip():
             continue
-        try:
-            row = json.loads(text)
-        except ValueError:
-            row = None
-        if not _is_request(row):
+        request = _request(text)
+        if request is None:
             raise ValueError(
                 f"line {line}: a request is [arrival in seconds, prompt tokens, output tokens, [block ids]], ids being "
                 f"whole numbers, at least 0, or left out; got {text.strip():.80}"
             )
-        yield line, float(row[0]), row[1], row[2], row[3] if len(row) == 4 else None
+        yield line, *request
 
 
-def _is_request(row: Any) -> bool:
+def _request(text: str) -> tuple[float, int, int, list[int] | None] | None:
+    """What a line says, or None if that is no request."""
+    try:
+        row = json.loads(text)
+    except ValueError:
+        return None
     if not isinstance(row, list) or len(row) not in (3, 4):
-        return False
-    ids = row[3] if len(row) == 4 else []
-    is_number = isinstance(row[0], int | float) and not isinstance(row[0], bool)
-    return (
-        is_number
-        and all(type(length) is int for length in row[1:3])
-        and isinstance(ids, list)
-        and all(type(i) is int and 0 <= i < 2**62 for i in ids)
-    )
+        return None
+    arrival, prompt, output = row[:3]
+    ids = row[3] if len(row) == 4 else None
+    if type(arrival) not in (int, float) or type(prompt) is not int or type(output) is not int:
+        return None
+    if ids is not None and not (isinstance(ids, list) and all(type(i) is int and 0 <= i < 2**62 for i in ids)):
+        return None
+    return float(arrival), prompt, output, ids
 
 
 def _lengths(values) -> np.ndarray:
