@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cbjax.simulate.quantiles import Quantiles
+
 # Token ids are in [0, 2**31), so that segments differ in any block, unless a model's vocabulary is asked for.
 MAX_VOCAB_SIZE = 2**31
 
@@ -100,7 +102,7 @@ class Trace:
     def with_poisson_arrivals(self, rate: float, *, seed: int = 0) -> Trace:
         """The same requests in the same order, coming independently of each other, `rate` a second on average."""
         _positive("rate", rate)
-        return self._arriving(np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(self))))
+        return self._arriving(arrivals(np.random.default_rng(seed), len(self), rate))
 
     def _arriving(self, arrival: np.ndarray) -> Trace:
         return replace(self, arrival=frozen(arrival, np.float64))
@@ -113,6 +115,22 @@ def mixed(ids: np.ndarray, places: np.ndarray, vocab_size: int) -> np.ndarray:
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x >>= np.uint64(33)
     return (x if vocab_size == MAX_VOCAB_SIZE else x % np.uint64(vocab_size)).astype(np.int32)
+
+
+def arrivals(rng: np.random.Generator, count: int, rate: float | None, gap: Quantiles | None = None) -> np.ndarray:
+    """f64[count], ascending, `rate` a second on average; all 0 without a rate.
+
+    Args:
+      gap: between two, in any unit; None: exponential, which makes a Poisson process.
+    """
+    _at_least("num_requests", count, 1)
+    if rate is None:
+        return np.zeros(count)
+    _positive("rate", rate)
+    if gap is None:
+        return np.cumsum(rng.exponential(1 / rate, count))
+    gaps = gap.at(rng.random(count))
+    return np.cumsum(gaps / (gap.mean * rate))
 
 
 def frozen(array: np.ndarray, dtype: type) -> np.ndarray:
