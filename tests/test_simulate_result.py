@@ -138,7 +138,7 @@ def test_pictures_are_drawn(small, tmp_path) -> None:
     figure = plot_sweep(made)
     for axes in figure.axes:
         assert [line.get_label() for line in axes.lines] == ["eviction lru", "eviction lifo"]
-        assert axes.lines[0].get_xdata().tolist() == [32, 64]
+        assert np.asarray(axes.lines[0].get_xdata()).tolist() == [32, 64]
     save(figure, tmp_path / "sweep.png")
     for name in ("run.png", "sweep.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
