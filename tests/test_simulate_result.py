@@ -18,7 +18,6 @@ from cbjax.simulate import (
     simulation_config,
     workload_named,
 )
-from cbjax.simulate.plot import save
 from cbjax.simulate.statistics import Histogram, Sampler
 
 SECOND = ConstantCost(step=1.0)
@@ -133,13 +132,13 @@ def test_pictures_are_drawn(small, tmp_path) -> None:
         "from",
         "between",
     ]
-    save(figure, tmp_path / "run.png")
+    figure.savefig(tmp_path / "run.png")
     made = run_sweep(small, config, {"eviction": ["lru", "lifo"], "num_blocks": [2, 32, 64]})
     figure = plot_sweep(made)
     for axes in figure.axes:
         assert [line.get_label() for line in axes.lines] == ["eviction lru", "eviction lifo"]
         assert np.asarray(axes.lines[0].get_xdata()).tolist() == [32, 64]
-    save(figure, tmp_path / "sweep.png")
+    figure.savefig(tmp_path / "sweep.png")
     for name in ("run.png", "sweep.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
@@ -149,3 +148,15 @@ def test_without_matplotlib_the_error_says_what_to_install(small, monkeypatch) -
     with pytest.raises(ImportError, match=r"pip install cbjax\[plot\]"):
         plot_result(simulate(small, simulation_config(num_blocks=64)))
     importlib.import_module("cbjax.simulate.plot")
+
+
+def test_a_bar_shows_how_many_requests_have_ended(small, capsys) -> None:
+    simulate(small, simulation_config(num_blocks=64), progress_bar=True)
+    run_sweep(small, simulation_config(num_blocks=64), {"num_blocks": [64, 96]}, progress_bar=True)
+    shown = capsys.readouterr()
+    assert "simulating" in shown.err
+    assert "40/40" in shown.err
+    assert "2/2" in shown.err
+    assert not shown.out
+    simulate(small, simulation_config(num_blocks=64))
+    assert capsys.readouterr() == ("", "")

@@ -79,6 +79,16 @@ def test_waiting_is_until_admission_and_idle_time_is_jumped() -> None:
     assert result.timeline.waiting.tolist() == [0, 1, 1, 0, 0, 0]
 
 
+def test_a_run_can_be_looked_at_before_it_ends() -> None:
+    simulation = Simulation(make_trace([0.0, 0.0, 9.0], [4, 4, 4], [1, 5, 5]), make_config(), cost=SECOND)
+    for _ in range(2):
+        simulation.step()
+    result = simulation.result()
+    assert (result.admitted, result.completed, result.num_steps, result.seconds) == (2, 1, 2, 2.0)
+    assert result.latency.tolist() == pytest.approx([1.0, np.nan, np.nan], nan_ok=True)
+    assert result.first_token.tolist() == pytest.approx([1.0, 1.0, np.nan], nan_ok=True)
+
+
 def test_a_request_that_can_never_fit_is_refused_and_the_others_run() -> None:
     trace = make_trace([0.0, 0.0, 1.0], [8, 90, 8], [3, 3, 3])
     result = simulate(trace, make_config(num_blocks=10), cost=SECOND)
