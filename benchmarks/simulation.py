@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--workload", default="chat", help="default chat")
     options.add_argument("--rate", type=float, help="requests a second (default: all come at once)")
     options.add_argument("--rows", type=int, default=1024, help="of a step at most (default 1024)")
-    options.add_argument("--num-blocks", type=int, default=32_768, help="default 32768")
-    options.add_argument("--block-size", type=int, default=64, help="tokens (default 64)")
+    options.add_argument("--num-blocks", type=int, default=8192, help="default 8192")
+    options.add_argument("--block-size", type=int, default=256, help="tokens (default 256)")
     options.add_argument("--max-batch-tokens", type=int, default=8192, help="of a step (default 8192)")
     args = options.parse_args(argv)
 
