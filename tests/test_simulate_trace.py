@@ -105,7 +105,7 @@ def test_csv_is_read_and_other_columns_are_not(tmp_path: Path) -> None:
 
 
 def test_csv_without_arrivals_comes_at_once(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("prompt_tokens, output_tokens\n5,2\n\n7,3\n")
+    (tmp_path / "a.csv").write_text("\ufeffprompt_tokens, output_tokens\n5,2\n\n7,3\n", encoding="utf-8")
     trace = read_trace(tmp_path / "a.csv")
     assert trace.arrival.tolist() == [0.0, 0.0]
     assert trace.output_tokens.tolist() == [2, 3]
@@ -148,6 +148,9 @@ def test_json_lines_carry_the_identity_of_blocks(tmp_path: Path) -> None:
         ("a.jsonl", "[0,5.5,2]\n", "line 1: a request is"),
         ("a.jsonl", "[0,true,2]\n", "line 1: a request is"),
         ("a.jsonl", "[0,5,2,[-1]]\n", "line 1: a request is"),
+        ("a.jsonl", f"[{10**400},5,2]\n", "line 1: a request is"),
+        ("a.jsonl", "[" * 100_000, "line 1: a request is"),
+        ("a.csv", f"prompt_tokens,output_tokens\n{'5' * 200_000},2\n", "is CSV; this one is not"),
         ("a.jsonl", "[NaN,5,2]\n", "line 1: an arrival must be a finite"),
         ("a.jsonl", "[0,5,2,[1]]\n[0,600,2,[1]]\n", "line 2: a prompt of 600 tokens has 2 blocks of 512; got 1"),
         ("a.jsonl", f"[0,{2**70},2]\n", "line 1: prompt_tokens must be .*below"),

@@ -35,6 +35,7 @@ class Simulation:
     """A run, step by step; `simulate` is all of them.
 
     Attributes:
+      trace, config, cost, ladder: what was asked for, with the defaults filled in.
       state: the scheduler's.
       clock: simulated seconds.
       tally: what happened so far.
