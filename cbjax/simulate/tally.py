@@ -29,7 +29,7 @@ class Tally:
         self.steps: Counter[Bucket] = Counter()
         self.running = self.ended = 0
         self.num_steps = self.peak_blocks = self.peak_rows = self.num_starved = 0
-        self.computed_tokens = self.generated_tokens = self.kv_reads = 0
+        self.computed_tokens = self.generated_tokens = 0
         self.admitted = self.prompt_tokens = self.cached_tokens = self.restored_tokens = self.recomputed_tokens = 0
         self.soft_resets = self.offloads = self.cache_evictions = 0
         self.offloaded_blocks = self.restored_blocks = self.copied_blocks = 0
