@@ -100,15 +100,7 @@ class Simulation:
         return plan
 
     def _seconds(self, plan: StepPlan, bucket: Bucket) -> float:
-        work = StepWork(
-            bucket=bucket,
-            rows=plan.batch.num_rows,
-            tokens=plan.batch.num_tokens,
-            kv_reads=plan.batch.kv_reads,
-            offloaded=sum(len(offload.blocks) for offload in plan.offloads),
-            restored=sum(len(restore.blocks) for restore in plan.restores),
-            copied=len(plan.copies),
-        )
+        work = StepWork.of(plan, bucket)
         seconds = self.cost.seconds(work)
         if not 0 < seconds < math.inf:
             raise ValueError(f"a cost model answers with a positive number of seconds; got {seconds} for {work}")
