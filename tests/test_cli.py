@@ -350,7 +350,7 @@ def test_help_names_every_option_and_imports_no_jax():
     )
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
-    for option in ("--model", "--file", "--chat", "--raw", "--max-new-tokens", "--dtype", "--seed", "--json"):
+    for option in ("--model", "--file", "--chat", "--raw", "--max-new-tokens", "--dtype", "--seed", "--record"):
         assert option in result.stdout
 
 
