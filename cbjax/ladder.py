@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cbjax.descriptor import Bucket
-from cbjax.scheduler import Batch
+from cbjax.scheduler import Batch, Bucket
 
 MIN_DECODE_ROWS = 2
 MIN_MIXED_TOKENS = 64

@@ -69,7 +69,7 @@ MAY_IMPORT = {
         "strict",
     },
     "recording": {"__init__", "scheduler"},
-    "step_record": {"descriptor", "scheduler"},
+    "step_record": {"scheduler"},
     "programs": {"cache", "descriptor", "host_memory", "scheduler", "step"},
     "step": {"attention", "cache", "descriptor", "models", "sampling"},
     "resolve": {"config", "ladder", "machine", "sampling", "scheduler"},
@@ -78,7 +78,8 @@ MAY_IMPORT = {
     "models": {"attention"},
     "cache": {"attention"},
     "attention": {"pallas_kernels"},
-    "ladder": {"descriptor", "scheduler"},
+    "ladder": {"scheduler"},
+    "simulate": {"ladder", "progress", "scheduler"},
     "descriptor": {"scheduler"},
     "config": {"sampling", "scheduler", "strict"},
     "compilation_cache": {"paths"},
@@ -188,7 +189,21 @@ def test_the_probe_for_loaded_modules_sees_jax() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [f"cbjax.{unit}" for unit in ("scheduler", "recording", "config", "requests", "sampling", "inputs", "cli")],
+    [
+        f"cbjax.{unit}"
+        for unit in (
+            "scheduler",
+            "recording",
+            "simulate",
+            "config",
+            "requests",
+            "sampling",
+            "inputs",
+            "ladder",
+            "step_record",
+            "cli",
+        )
+    ],
 )
 def test_importing_it_does_not_import_jax(module: str) -> None:
     loaded, _ = loaded_by("-c", f"import {module}")
