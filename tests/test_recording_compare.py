@@ -13,7 +13,7 @@ from cbjax.recording.compare import differences
 @pytest.fixture(scope="module")
 def runs():
     """Some of the random runs."""
-    return [recorded(seed) for seed in range(40)]
+    return [recorded(seed) for seed in range(20)]
 
 
 # Two recordings.
