@@ -45,7 +45,7 @@ def random_engine(rng: random.Random, policy: str) -> Engine:
         num_words=NUM_WORDS,
         shares_blocks=rng.random() < 0.7,
         eviction=rng.choice(list(EVICTION_MAPPING.values())),
-        host_blocks=rng.choice([0, 4, 100]),
+        host_blocks=rng.choice([0, 0, 4, 100]),
     )
     ladder = make_ladder(max_batch_tokens=config.max_batch_tokens, max_rows=config.max_requests_per_batch)
     depth = rng.choice(DEPTHS)
@@ -76,9 +76,9 @@ def random_run(seed: int, journal: Journal | None) -> Run:
     engine = run.engine
     engine.observers = [run.steps.append]
     engine.scheduler.record(journal)
-    for _ in range(rng.randint(3, 6)):
+    for _ in range(rng.randint(4, 8)):
         _submit(rng, run)
-        for _ in range(rng.choice([0, 0, 1, 3, 10])):
+        for _ in range(rng.choice([0, 0, 0, 2, 6])):
             engine.step()
         if rng.random() < 0.3:
             engine.cancel(rng.choice(run.requests)[0].request_id)
