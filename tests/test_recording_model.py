@@ -15,8 +15,8 @@ TIGHT = ContinuousBatchingConfig(
     block_size=4,
     num_blocks=8,
     max_blocks_per_request=8,
-    max_batch_tokens=16,
-    max_requests_per_batch=4,
+    max_batch_tokens=8,
+    max_requests_per_batch=3,
     seed=1,
     compilation_cache=False,
 )

@@ -62,8 +62,9 @@ def compare(this: Recording, other: Recording) -> Differences:
             )
         if not inputs:
             inputs_step, inputs = step, tuple(_input_differences(mine[0], theirs[0]))
-        if mine[1] is not None and theirs[1] is not None:
-            plan = tuple(_plan_differences(mine[1], theirs[1]))
+        one, another = mine[1], theirs[1]
+        if one is not None and another is not None:
+            plan = tuple(_plan_differences(one, another))
             if plan:
                 return Differences(inputs_step=inputs_step, inputs=inputs, plan_step=step, plan=plan)
     return Differences(inputs_step=inputs_step, inputs=inputs)
