@@ -14,7 +14,7 @@ GREEDY = GenerationConfig(max_new_tokens=10, eos_token_id=-1)
 TIGHT = ContinuousBatchingConfig(
     block_size=4,
     num_blocks=8,
-    max_blocks_per_request=8,
+    max_blocks_per_request=0,  # one program to compile
     max_batch_tokens=8,
     max_requests_per_batch=3,
     seed=1,
