@@ -217,7 +217,7 @@ def test_importing_cbjax_imports_nothing_else() -> None:
     assert "CausalLM" in names.split()
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("--version",)])
+@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("replay", "--help"), ("--version",)])
 def test_help_does_not_import_jax(arguments: tuple[str, ...]) -> None:
     loaded, out = loaded_by("-m", "cbjax", *arguments)
     assert "cbjax" in out

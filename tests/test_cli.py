@@ -134,6 +134,15 @@ def test_many_prompts_are_shown_with_their_names(run, lm):
     assert "3 finished" in err
 
 
+def test_a_recorded_run_can_be_replayed(run, capsys, tmp_path):
+    path = tmp_path / "run.cbjax"
+    assert run("one", "two", "three", "--raw", "--record", path)[0] == 0
+    assert cli.main(["replay", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "engine of 64 blocks of 4, fifo, lru; admitted 0, 1, 2" in out
+    assert "3 submitted, 3 ended (3 length), 0 cancelled" in out
+
+
 def test_a_file_has_a_prompt_of_any_form_on_each_line(run, lm, tmp_path):
     messages = [*chat("hi"), {"role": "assistant", "content": "yo"}, *chat("bye")]
     lines = ["text", [9, 10, 11], {"prompt": "a prompt"}, {"prompt": [12, 13]}, {"text": "t"}, {"messages": messages}]
@@ -350,7 +359,7 @@ def test_help_names_every_option_and_imports_no_jax():
     )
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
-    for option in ("--model", "--file", "--chat", "--raw", "--max-new-tokens", "--dtype", "--seed", "--json"):
+    for option in ("--model", "--file", "--chat", "--raw", "--max-new-tokens", "--dtype", "--seed", "--record"):
         assert option in result.stdout
 
 
