@@ -11,7 +11,18 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import first_token, peer, pool_size, pressure, report, sampling, scheduler, sides, vs_transformers
+from benchmarks import (
+    first_token,
+    invariance,
+    peer,
+    pool_size,
+    pressure,
+    report,
+    sampling,
+    scheduler,
+    sides,
+    vs_transformers,
+)
 from benchmarks.hf_folder import write_folder
 from benchmarks.peer import Peer, PeerError
 from benchmarks.workload import prompts
@@ -116,6 +127,14 @@ def test_the_sampling_benchmark_writes_the_form(measured, model):
         "float32, sampling's share of a step",
         "float32, sampled against greedy tokens",
     }
+
+
+def test_the_invariance_benchmark_writes_the_form(measured, model):
+    document = measured(invariance.main, *TINY, *BUDGET, "--model", model)
+    assert document["figures"]["float32, 4 requests, on"]["unit"] == "tokens/s"
+    assert document["limits"].keys() == {"float32, 4 requests, on against off"}
+    (note,) = document["notes"]
+    assert note.startswith("float32: 3 of 3 programs: all give the same bits")
 
 
 def test_vs_transformers_without_a_peer_measures_cbjax(measured, model):
@@ -277,7 +296,9 @@ def test_first_token_times_a_process_and_says_what_failed(tmp_path):
         first_token.first_text(str(tmp_path), str(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize("name", ["first_token", "pool_size", "pressure", "sampling", "scheduler", "vs_transformers"])
+@pytest.mark.parametrize(
+    "name", ["first_token", "invariance", "pool_size", "pressure", "sampling", "scheduler", "vs_transformers"]
+)
 def test_a_benchmark_is_a_module_to_run(name):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
