@@ -24,11 +24,11 @@ CONFIG = ContinuousBatchingConfig(
     num_blocks=128,
     max_blocks_per_request=24,
     max_batch_tokens=64,
-    max_requests_per_batch=16,
+    max_requests_per_batch=8,
     batch_invariant=True,
     compilation_cache=False,
 )
-LADDER = make_ladder(max_batch_tokens=64, max_rows=16)
+LADDER = make_ladder(max_batch_tokens=64, max_rows=8)
 MACHINE = MachineFacts(platform="cpu", device="made up", free_bytes=1 << 34, source="a test")
 MODEL = ModelFacts(block_bytes_per_token=256, token_bytes=4096, row_bytes=4096, max_positions=256)
 SLIGHTLY = jnp.float32(1 + 2**-20)
@@ -56,8 +56,8 @@ def meddled(**changes) -> CausalLM:
     return CausalLM(lambda params: Meddled(lm.bind(params), **changes), lm.params, max_positions=256)
 
 
-def for_few_rows(x, fewer_than=16):
-    return x * SLIGHTLY if x.shape[0] < fewer_than else x
+def for_few_rows(x):
+    return x * SLIGHTLY if x.shape[0] < 8 else x
 
 
 def by_place_in_the_batch(x):
@@ -82,35 +82,39 @@ def session_of(lm: CausalLM, **changes) -> Session:
 # What is left out, and how steps go on without it.
 
 
-def test_programs_that_differ_are_left_out_with_the_reason_and_larger_ones_take_their_steps() -> None:
+@pytest.fixture(scope="module")
+def uneven():
     lm = meddled(hidden=for_few_rows)
-    outputs = lm.generate_batch([[1, 2, 3]], GREEDY, CONFIG)
-    assert [len(output.generated_tokens) for output in outputs.values()] == [3]
-    session = lm.session
-    assert session.proof.products is ProductForm.ROWS, "tiles, which do not help, are not worth their price"
-    assert session.proof.differing.keys() == set(LADDER.decode[:2])
-    assert session.engine.ladder == session.resolved.ladder == LADDER.only({*LADDER.decode[2:], *LADDER.mixed})
-    assert set(session.engine.stats.steps) == {LADDER.decode[2], LADDER.mixed[0]}
-    report = session.resolved.report()
-    assert "2 of 4 programs" in report
-    assert "decode(2): other keys or values in layer 1 at position" in report
-    assert "programs: decode(16), mixed(64 tokens, 16 rows)" in report
+    yield lm
     lm.close()
 
 
-def test_bits_are_equal_with_the_mode_where_they_are_not_without() -> None:
-    lm, jobs = meddled(hidden=for_few_rows), make_jobs(8, vocab_size=258, longest=30, new_tokens=6)
-    found = {}
+def test_programs_that_differ_are_left_out_with_the_reason_and_larger_ones_take_their_steps(uneven) -> None:
+    outputs = uneven.generate_batch([[1, 2, 3]], GREEDY, CONFIG)
+    assert [len(output.generated_tokens) for output in outputs.values()] == [3]
+    session = uneven.session
+    assert session.proof.products is ProductForm.ROWS, "tiles, which do not help, are not worth their price"
+    assert session.proof.differing.keys() == {LADDER.decode[0]}
+    assert session.engine.ladder == session.resolved.ladder == LADDER.only({LADDER.decode[1], *LADDER.mixed})
+    assert set(session.engine.stats.steps) == {LADDER.decode[1], LADDER.mixed[0]}
+    report = session.resolved.report()
+    assert "2 of 3 programs" in report
+    assert "decode(2): other keys or values in layer 1 at position" in report
+    assert "programs: decode(8), mixed(64 tokens, 8 rows)" in report
+
+
+def test_bits_are_equal_with_the_mode_where_they_are_not_without(uneven) -> None:
+    jobs, found = make_jobs(8, vocab_size=258, longest=60, new_tokens=6), {}
     for mode in (True, False):
-        session = session_of(lm, batch_invariant=mode)
-        found[mode] = different(run_together(session.engine, jobs, seed=1), run_alone(session.engine, jobs))
-        session.close()
+        uneven.generate_batch([[1, 2, 3]], GREEDY, replace(CONFIG, batch_invariant=mode))
+        engine = uneven.session.engine
+        found[mode] = different(run_together(engine, jobs, seed=1), run_alone(engine, jobs))
     assert not found[True]
     assert found[False]["logprobs"] > 0
 
 
 def test_logits_are_compared_too() -> None:
-    session = session_of(meddled(logits=lambda x: for_few_rows(x, fewer_than=8)))
+    session = session_of(meddled(logits=for_few_rows))
     (reason,) = session.proof.differing.values()
     assert session.proof.differing.keys() == {LADDER.decode[0]}
     assert "another logprob after position" in reason
@@ -126,11 +130,11 @@ def test_products_go_in_tiles_where_only_those_keep_the_bits() -> None:
 
 @pytest.mark.parametrize("change", [by_place_in_the_batch, by_what_the_batch_holds])
 def test_a_model_that_no_program_makes_invariant_is_refused(change) -> None:
-    lm = meddled(hidden=change)
+    lm, config = meddled(hidden=change), replace(CONFIG, max_requests_per_batch=2)
     for warmup in (True, False):
-        with pytest.raises(InvarianceError, match=r"mixed\(64 tokens, 16 rows\), which every step .* gives other bits"):
-            lm.generate_batch([[1, 2, 3]], GREEDY, CONFIG, warmup=warmup)
-    (output,) = lm.generate_batch([[1, 2, 3]], GREEDY, replace(CONFIG, batch_invariant=False)).values()
+        with pytest.raises(InvarianceError, match=r"mixed\(64 tokens, 2 rows\), which every step .* gives other bits"):
+            lm.generate_batch([[1, 2, 3]], GREEDY, config, warmup=warmup)
+    (output,) = lm.generate_batch([[1, 2, 3]], GREEDY, replace(config, batch_invariant=False)).values()
     assert len(output.generated_tokens) == 3
     lm.close()
 
@@ -213,7 +217,7 @@ def test_a_product_in_tiles_is_the_product() -> None:
 
 
 def test_the_ladder_without_some_buckets_keeps_the_others_in_order() -> None:
-    kept = LADDER.only({Bucket(kind="decode", tokens=16, rows=16), *LADDER.mixed})
-    assert [bucket.rows for bucket in kept.decode] == [16]
+    kept = LADDER.only({Bucket(kind="decode", tokens=8, rows=8), *LADDER.mixed})
+    assert [bucket.rows for bucket in kept.decode] == [8]
     assert kept.mixed == LADDER.mixed
     assert kept.reachable_alone(5, 2) == (kept.decode[0], kept.mixed[0])
