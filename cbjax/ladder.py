@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from cbjax.descriptor import Bucket
-from cbjax.scheduler import Batch
+from cbjax.scheduler import Batch, Bucket
 
 MIN_DECODE_ROWS = 2
 MIN_MIXED_TOKENS = 64

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cbjax.descriptor import Bucket
-from cbjax.scheduler import SchedulerState, StepPlan
+from cbjax.scheduler import Bucket, SchedulerState, StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

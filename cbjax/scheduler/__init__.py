@@ -7,6 +7,7 @@ from cbjax.scheduler.blocks import blocks_for as blocks_for
 from cbjax.scheduler.blocks import internal_waste as internal_waste
 from cbjax.scheduler.blocks import may_admit as may_admit
 from cbjax.scheduler.blocks import padding_waste as padding_waste
+from cbjax.scheduler.buckets import Bucket as Bucket
 from cbjax.scheduler.check import check as check
 from cbjax.scheduler.eviction import EVICTION_MAPPING as EVICTION_MAPPING
 from cbjax.scheduler.eviction import EvictionPolicy as EvictionPolicy

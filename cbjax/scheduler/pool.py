@@ -145,7 +145,7 @@ class PoolDraft:
             if holders > 1:
                 left = self._holders
                 self._holders = left.insert(block, holders - 1) if holders > 2 else left.remove(block)
-            elif self.index.is_registered[block]:
+            elif self.index.is_registered(block):
                 cached.append(block)
             else:
                 blank.append(block)
