@@ -54,7 +54,7 @@ class Job:
         self.session.use(self.lm.params)
         before = len(self.session.device.programs)
         try:
-            if warmup:
+            if warmup or self.config.batch_invariant:
                 self._warmup(progress_bar)
             self.started = time.perf_counter()
             self._submit()

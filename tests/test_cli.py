@@ -223,6 +223,13 @@ def test_the_space_for_offloads_reaches_the_engine(run):
     assert line.split()[1] == "0.25"
 
 
+def test_the_batch_invariant_mode_is_proven_and_reported(run):
+    status, _, err = run("abc", "--batch-invariant", "--report", *SMALL)
+    assert status == 0
+    (line,) = [line for line in err.splitlines() if line.startswith("batch_invariant ")]
+    assert "all give the same bits" in line
+
+
 def test_a_bad_prompt_among_good_ones_fails_alone_and_the_status_tells(run, lm, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("[9, 10]\n[9, 500]\n[]\n[11]\n")
