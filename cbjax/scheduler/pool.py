@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rpds import HashTrieMap
 
-from cbjax.scheduler.eviction import LRU, EvictionOrder, EvictionPolicy
+from cbjax.scheduler.eviction import LRU, EvictionPolicy
+from cbjax.scheduler.eviction_ghosts import Ghosts
+from cbjax.scheduler.eviction_order import FRESH, PROTECTED, EvictionOrder
 from cbjax.scheduler.prefix import Prefix
 from cbjax.scheduler.prefix_index import IndexDraft, PrefixIndex
 
@@ -29,6 +31,7 @@ class BlockPool:
       holders: live block -> number of requests that hold it, where that is two or more.
       index: what registered blocks hold.
       policy: which cached block is taken when no blank one is left.
+      ghosts: what was taken, if the policy adapts.
     """
 
     blank: np.ndarray
@@ -37,14 +40,16 @@ class BlockPool:
     holders: HashTrieMap[int, int]
     index: PrefixIndex
     policy: EvictionPolicy
+    ghosts: Ghosts
 
     @classmethod
     def full(cls, num_blocks: int, *, num_groups: int = 1, policy: EvictionPolicy = LRU) -> BlockPool:
         """All of `num_blocks` ids blank; id 0 is handed out first."""
         blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         blank.setflags(write=False)
-        empty = EvictionOrder.empty(num_blocks)
-        return cls(blank, num_blocks, empty, HashTrieMap(), PrefixIndex.empty(num_blocks, num_groups), policy)
+        index = PrefixIndex.empty(num_blocks, num_groups)
+        cached, ghosts = EvictionOrder.empty(num_blocks), Ghosts.empty(num_blocks)
+        return cls(blank, num_blocks, cached, HashTrieMap(), index, policy, ghosts)
 
     @property
     def num_cached(self) -> int:
@@ -90,7 +95,7 @@ class PoolDraft:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._blank, self._num_blank = pool.blank, pool.num_blank
-        self._cached, self._holders = pool.cached, pool.holders
+        self._cached, self._holders, self._ghosts = pool.cached, pool.holders, pool.ghosts
         self.index = IndexDraft(pool.index)
 
     @property
@@ -122,12 +127,14 @@ class PoolDraft:
         """Whether nobody holds the block and something can be found in it."""
         return block in self._cached
 
-    def pin(self, block: int) -> None:
-        """One holder more of a full block, live or cached."""
+    def pin(self, block: int, *, reused: bool = True) -> None:
+        """One holder more of a full block, live or cached; `reused` if that promises that there will be others."""
         if block in self._cached:
             self._uncache(block)
         else:
             self._holders = self._holders.insert(block, self._holders.get(block, 1) + 1)
+        if reused and self._pool.policy.adapts:
+            self._cached = self._cached.marked(block, PROTECTED)
 
     def drop(self, ids: np.ndarray) -> None:
         """One holder less of each of `ids`, which are in the order of their positions.
@@ -165,28 +172,50 @@ class PoolDraft:
         found = self.index.find(group, prefix)
         if found is None:
             self.index.insert(block, group, prefix)
+            if self._pool.policy.adapts:
+                self._cached = self._cached.marked(block, PROTECTED if self._recall(group, prefix) else FRESH)
             return block
         if found != block:
-            self.pin(found)
+            self.pin(found, reused=self._extends_protected(group, prefix))
             self.drop(np.array([block], np.int32))
         return found
 
     def freeze(self) -> BlockPool:
         """The pool this draft has come to."""
         self._blank.setflags(write=False)
-        self._cached.links.setflags(write=False)
-        index = self.index.freeze()
-        return BlockPool(self._blank, self._num_blank, self._cached, self._holders, index, self._pool.policy)
+        self._cached.freeze()
+        self._ghosts.freeze()
+        index, policy = self.index.freeze(), self._pool.policy
+        return BlockPool(self._blank, self._num_blank, self._cached, self._holders, index, policy, self._ghosts)
 
     def _evict(self, count: int) -> np.ndarray:
         """Takes cached blocks, i32[count], in the policy's order."""
+        policy = self._pool.policy
         cached = self._cached = self._cached.writable()
-        evicted = np.empty(count, np.int32)
-        for i in range(count):
-            evicted[i] = block = self._pool.policy.victim(cached)
-            cached.remove(block)
-            self.index.remove(block)
-        return evicted
+        blocks = policy.take(cached, count, self._ghosts.room)
+        keys = [self.index.remove(block) for block in blocks]
+        if policy.adapts:
+            ghosts = self._ghosts = self._ghosts.writable()
+            for block, key in zip(blocks, keys, strict=True):
+                ghosts.remember(key, reused=bool(cached.marks[block] != FRESH))
+        return np.array(blocks, np.int32)
+
+    def _recall(self, group: int, prefix: Prefix) -> bool:
+        """Whether a chain that is registered now was taken lately, and is to be protected for that."""
+        if prefix.key not in self._ghosts or not self._extends_protected(group, prefix):
+            return False
+        self._ghosts = self._ghosts.writable()
+        self._ghosts.recall(prefix.key)
+        return True
+
+    def _extends_protected(self, group: int, prefix: Prefix) -> bool:
+        """Whether the block before may not be taken before this one, if this one is protected."""
+        before = prefix.parent
+        assert before is not None
+        if before.parent is None:
+            return True
+        block = self.index.find(group, before)
+        return block is not None and bool(self._cached.marks[block] == PROTECTED)
 
     def _uncache(self, block: int) -> None:
         self._cached = self._cached.writable()

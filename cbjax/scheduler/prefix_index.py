@@ -70,13 +70,14 @@ class IndexDraft:
         self._names = self._names.insert(block, Name(group, prefix))
         self._mark(block, registered=True)
 
-    def remove(self, block: int) -> None:
-        """Forgets a registered block."""
+    def remove(self, block: int) -> bytes:
+        """Forgets a registered block; returns its key."""
         group, prefix = self._names[block]
         found = self._found[group]
         if found.get(prefix.key) == block:
             self._found[group] = found.remove(prefix.key)
         self._mark(block, registered=False)
+        return prefix.key
 
     def freeze(self) -> PrefixIndex:
         """The index this draft has come to."""
