@@ -147,7 +147,7 @@ def test_ghosts_are_those_of_what_was_taken_last() -> None:
     ghosts = Ghosts.empty(100).writable()
     assert len(ghosts.table) == 128
     for key in keys(1000):
-        ghosts.remember(key, reused=False)
+        ghosts.remember([key], [False])
     known = [key in ghosts for key in keys(1000)]
     assert sum(known[:100]) <= 2
     assert sum(known[-100:]) > 60
@@ -160,7 +160,7 @@ def test_a_ghost_that_comes_back_gives_its_segment_room(reused: bool) -> None:
     before = Ghosts.empty(64)
     for key in keys(8):
         ghosts = before.writable()
-        ghosts.remember(key, reused=reused)
+        ghosts.remember([key], [reused])
         ghosts.recall(key)
         assert key not in ghosts
         assert ghosts.counts == (0, 0)
@@ -172,14 +172,14 @@ def test_a_ghost_that_comes_back_gives_its_segment_room(reused: bool) -> None:
 def test_the_rarer_ghosts_weigh_more_and_the_room_stays_within_the_pool() -> None:
     ghosts = Ghosts.empty(256).writable()
     for key in keys(60):
-        ghosts.remember(key, reused=False)
-    ghosts.remember(b"rare key", reused=True)
+        ghosts.remember([key], [False])
+    ghosts.remember([b"rare key"], [True])
     fresh = ghosts.counts[0]
     assert 40 < fresh <= 60
     ghosts.recall(b"rare key")
     assert ghosts.room == 128 + fresh
     for _ in range(5):
-        ghosts.remember(b"rare key", reused=True)
+        ghosts.remember([b"rare key"], [True])
         ghosts.recall(b"rare key")
     assert ghosts.room == 256
 
@@ -188,7 +188,7 @@ def test_any_bytes_are_a_key() -> None:
     """Hashes are the user's, and may be short or constant."""
     ghosts = Ghosts.empty(1).writable()
     for key in (b"", b"\x00", b"\xff" * 40):
-        ghosts.remember(key, reused=True)
+        ghosts.remember([key], [True])
         assert key in ghosts
         ghosts.recall(key)
         assert key not in ghosts

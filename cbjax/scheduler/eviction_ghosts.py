@@ -7,9 +7,11 @@ lists as one table of fingerprints, in which newer ghosts overwrite older ones, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-_PRESENT = 2  # a fingerprint's lowest bits: this one, and whether the block had been used again
+_PRESENT = 2  # the lowest bits of a ghost: this one, so that it is not 0, and whether the block was used again
 
 
 class Ghosts:
@@ -46,37 +48,40 @@ class Ghosts:
         return Ghosts(self.table.copy(), self.counts, self.room, self.num_blocks)
 
     def __contains__(self, key: bytes) -> bool:
-        place, fingerprint = self._find(key)
-        return int(self.table[place]) | 1 == fingerprint | 1
+        number = int.from_bytes(key[:8], "little")
+        ghost = self.table.item(number & len(self.table) - 1)
+        return ghost > 0 and ghost | 1 == _ghost(number, reused=True)
 
-    def remember(self, key: bytes, *, reused: bool) -> None:
-        """Adds the ghost of a block that was taken, to a writable one."""
-        place, fingerprint = self._find(key)
-        self._forget(place)
-        self.table[place] = fingerprint | reused
-        self._count(1, reused)
+    def remember(self, keys: Sequence[bytes], reused: Sequence[bool]) -> None:
+        """Adds the ghosts of blocks that were taken, and whether they had been used again, to a writable one."""
+        table, counts = memoryview(self.table), [*self.counts]
+        last = len(table) - 1
+        for key, again in zip(keys, reused, strict=True):
+            number = int.from_bytes(key[:8], "little")
+            place = number & last
+            if ghost := table[place]:
+                counts[ghost & 1] -= 1
+            table[place] = _ghost(number, reused=again)
+            counts[again] += 1
+        self.counts = counts[0], counts[1]
 
     def recall(self, key: bytes) -> None:
         """Removes a ghost, which is in this writable one: its block was computed anew, so it was taken too early.
 
         Its segment gets more room at the other's expense, the more the fewer ghosts it has.
         """
-        place, _ = self._find(key)
+        place = int.from_bytes(key[:8], "little") & len(self.table) - 1
         reused = bool(self.table[place] & 1)
-        step = max(1, self.counts[not reused] // max(1, self.counts[reused]))
-        self.room = min(max(self.room + (step if reused else -step), 0), self.num_blocks)
-        self._forget(place)
+        fresh, again = self.counts
+        if reused:
+            self.room = min(self.room + max(1, fresh // again), self.num_blocks)
+            self.counts = fresh, again - 1
+        else:
+            self.room = max(self.room - max(1, again // fresh), 0)
+            self.counts = fresh - 1, again
         self.table[place] = 0
 
-    def _find(self, key: bytes) -> tuple[int, int]:
-        """Where a key's ghost would be, and its fingerprint."""
-        number = int.from_bytes(key[:8], "little")
-        return number & len(self.table) - 1, (number >> 32 & 0x3FFF) << 2 | _PRESENT
 
-    def _forget(self, place: int) -> None:
-        if ghost := int(self.table[place]):
-            self._count(-1, bool(ghost & 1))
-
-    def _count(self, by: int, reused: bool) -> None:
-        fresh, again = self.counts
-        self.counts = (fresh, again + by) if reused else (fresh + by, again)
+def _ghost(number: int, *, reused: bool) -> int:
+    """What stands for a key in the table."""
+    return (number >> 32 & 0x3FFF) << 2 | _PRESENT | reused

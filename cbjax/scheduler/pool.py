@@ -120,7 +120,7 @@ class PoolDraft:
     def forget(self, block: int) -> None:
         """Makes a cached block blank."""
         self._uncache(block)
-        self.index.remove(block)
+        self.index.remove([block])
         self._push(np.array([block], np.int32))
 
     def is_cached(self, block: int) -> bool:
@@ -193,11 +193,10 @@ class PoolDraft:
         policy = self._pool.policy
         cached = self._cached = self._cached.writable()
         blocks = policy.take(cached, count, self._ghosts.room)
-        keys = [self.index.remove(block) for block in blocks]
+        keys = self.index.remove(blocks)
         if policy.adapts:
-            ghosts = self._ghosts = self._ghosts.writable()
-            for block, key in zip(blocks, keys, strict=True):
-                ghosts.remember(key, reused=bool(cached.marks[block] != FRESH))
+            self._ghosts = self._ghosts.writable()
+            self._ghosts.remember(keys, (cached.marks[blocks] != FRESH).tolist())
         return np.array(blocks, np.int32)
 
     def _recall(self, group: int, prefix: Prefix) -> bool:

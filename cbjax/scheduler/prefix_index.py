@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ class IndexDraft:
 
     def __init__(self, index: PrefixIndex) -> None:
         self.is_registered, self._found, self._names = index.is_registered, list(index.found), index.names
+        self._owned = False  # whether `is_registered` can be written
 
     @property
     def is_empty(self) -> bool:
@@ -70,21 +72,24 @@ class IndexDraft:
         self._names = self._names.insert(block, Name(group, prefix))
         self._mark(block, registered=True)
 
-    def remove(self, block: int) -> bytes:
-        """Forgets a registered block; returns its key."""
-        group, prefix = self._names[block]
-        found = self._found[group]
-        if found.get(prefix.key) == block:
-            self._found[group] = found.remove(prefix.key)
-        self._mark(block, registered=False)
-        return prefix.key
+    def remove(self, blocks: Sequence[int]) -> list[bytes]:
+        """Forgets registered blocks; returns their keys."""
+        names, found, keys = self._names, self._found, []
+        for block in blocks:
+            group, prefix = names[block]
+            key = prefix.key
+            if found[group].get(key) == block:
+                found[group] = found[group].remove(key)
+            keys.append(key)
+        self._mark(blocks, registered=False)
+        return keys
 
     def freeze(self) -> PrefixIndex:
         """The index this draft has come to."""
         self.is_registered.setflags(write=False)
         return PrefixIndex(self.is_registered, tuple(self._found), self._names)
 
-    def _mark(self, block: int, *, registered: bool) -> None:
-        if not self.is_registered.flags.writeable:
-            self.is_registered = self.is_registered.copy()
-        self.is_registered[block] = registered
+    def _mark(self, blocks: int | Sequence[int], *, registered: bool) -> None:
+        if not self._owned:
+            self.is_registered, self._owned = self.is_registered.copy(), True
+        self.is_registered[blocks] = registered
