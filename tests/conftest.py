@@ -12,6 +12,19 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+# Files that take longest. Workers take whole files, since their tests share models, and these first: else one of them
+# would be left alone with the last.
+_LONGEST = ("test_smollm2_parity.py", "test_families.py", "test_notebooks.py", "test_pressure_model.py")
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # pytest-xdist's order, most tests first, is not that of time
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _compilation_cache(tmp_path_factory):
     """Programs of equal shapes are compiled once per test run; a user's own cache is neither read nor filled."""

@@ -48,6 +48,7 @@ def _check_index(state: SchedulerState) -> None:
     """What can be found is registered; what is cached can be found or was found once; what is shared is full."""
     pool, block_size = state.pool, state.config.block_size
     registered = pool.index.registered()
+    assert pool.index.num_registered == len(registered), "the number of registered blocks is not theirs"
     blank = set(pool.blank[: pool.num_blank].tolist())
     for group, found in enumerate(pool.index.found):
         for key, block in found.items():

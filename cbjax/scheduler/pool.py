@@ -120,7 +120,7 @@ class PoolDraft:
     def forget(self, block: int) -> None:
         """Makes a cached block blank."""
         self._uncache(block)
-        self.index.remove([block])
+        self.index.remove(block)
         self._push(np.array([block], np.int32))
 
     def is_cached(self, block: int) -> bool:
@@ -152,7 +152,7 @@ class PoolDraft:
             if holders > 1:
                 left = self._holders
                 self._holders = left.insert(block, holders - 1) if holders > 2 else left.remove(block)
-            elif self.index.is_registered[block]:
+            elif self.index.is_registered(block):
                 cached.append(block)
             else:
                 blank.append(block)
@@ -193,7 +193,7 @@ class PoolDraft:
         policy = self._pool.policy
         cached = self._cached = self._cached.writable()
         blocks = policy.take(cached, count, self._ghosts.room)
-        keys = self.index.remove(blocks)
+        keys = [self.index.remove(block) for block in blocks]
         if policy.adapts:
             self._ghosts = self._ghosts.writable()
             self._ghosts.remember(keys, (cached.marks[blocks] != FRESH).tolist())

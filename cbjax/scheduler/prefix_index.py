@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 from rpds import HashTrieMap
 
+from cbjax.scheduler.block_map import BlockMap, BlockMapDraft
 from cbjax.scheduler.prefix import Prefix
 
 
@@ -24,72 +23,70 @@ class PrefixIndex:
     """A persistent value.
 
     Attributes:
-      is_registered: bool[num_blocks], read-only.
       found: per layer group, key of a chain -> the block registered for it last.
-      names: block -> what it holds; outdated where the block is not registered (to remove a name costs as much as to
-        replace it).
+      names: what each registered block holds.
+      num_registered: blocks that have a name.
     """
 
-    is_registered: np.ndarray
     found: tuple[HashTrieMap[bytes, int], ...]
-    names: HashTrieMap[int, Name]
+    names: BlockMap[Name]
+    num_registered: int
 
     @classmethod
     def empty(cls, num_blocks: int, num_groups: int) -> PrefixIndex:
-        is_registered = np.zeros(num_blocks, bool)
-        is_registered.setflags(write=False)
-        return cls(is_registered, (HashTrieMap(),) * num_groups, HashTrieMap())
+        return cls((HashTrieMap(),) * num_groups, BlockMap.empty(num_blocks), 0)
 
     def registered(self) -> dict[int, Name]:
         """Every registered block, live or cached, and what it holds."""
-        return {block: self.names[block] for block in np.flatnonzero(self.is_registered).tolist()}
+        return dict(self.names.items())
 
 
 class IndexDraft:
     """An index that can be written."""
 
     def __init__(self, index: PrefixIndex) -> None:
-        self.is_registered, self._found, self._names = index.is_registered, list(index.found), index.names
-        self._owned = False  # whether `is_registered` can be written
+        self._found, self._names, self._num_registered = (
+            list(index.found),
+            BlockMapDraft(index.names),
+            index.num_registered,
+        )
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever registered."""
-        return not self._names
+        """Whether nothing is registered."""
+        return not self._num_registered
+
+    def is_registered(self, block: int) -> bool:
+        """Whether the block has a name."""
+        return self._names[block] is not None
 
     def name(self, block: int) -> Name:
         """What a registered block holds."""
-        return self._names[block]
+        name = self._names[block]
+        assert name is not None
+        return name
 
     def find(self, group: int, prefix: Prefix) -> int | None:
         """The group's block with these tokens after those tokens, if there is one."""
         block = self._found[group].get(prefix.key)
-        return None if block is None or not self._names[block].prefix.is_same(prefix) else block
+        return None if block is None or not self.name(block).prefix.is_same(prefix) else block
 
     def insert(self, block: int, group: int, prefix: Prefix) -> None:
         """Registers a block that is not registered. Another one under the same key can no longer be found."""
         self._found[group] = self._found[group].insert(prefix.key, block)
-        self._names = self._names.insert(block, Name(group, prefix))
-        self._mark(block, registered=True)
+        self._names[block] = Name(group, prefix)
+        self._num_registered += 1
 
-    def remove(self, blocks: Sequence[int]) -> list[bytes]:
-        """Forgets registered blocks; returns their keys."""
-        names, found, keys = self._names, self._found, []
-        for block in blocks:
-            group, prefix = names[block]
-            key = prefix.key
-            if found[group].get(key) == block:
-                found[group] = found[group].remove(key)
-            keys.append(key)
-        self._mark(blocks, registered=False)
-        return keys
+    def remove(self, block: int) -> bytes:
+        """Forgets a registered block; returns its key."""
+        group, prefix = self.name(block)
+        found = self._found[group]
+        if found.get(prefix.key) == block:
+            self._found[group] = found.remove(prefix.key)
+        self._names[block] = None
+        self._num_registered -= 1
+        return prefix.key
 
     def freeze(self) -> PrefixIndex:
         """The index this draft has come to."""
-        self.is_registered.setflags(write=False)
-        return PrefixIndex(self.is_registered, tuple(self._found), self._names)
-
-    def _mark(self, blocks: int | Sequence[int], *, registered: bool) -> None:
-        if not self._owned:
-            self.is_registered, self._owned = self.is_registered.copy(), True
-        self.is_registered[blocks] = registered
+        return PrefixIndex(tuple(self._found), self._names.freeze(), self._num_registered)
