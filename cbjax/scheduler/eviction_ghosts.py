@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_PRESENT = 2  # the lowest bits of a ghost: this one, so that it is not 0, and whether the block was used again
+# A ghost's bits from the lowest: was the block used again; 1, so that it is not 0; its key's fingerprint.
+_PRESENT, _FINGERPRINT = 2, (1 << 14) - 1
 
 
 class Ghosts:
@@ -48,20 +49,20 @@ class Ghosts:
         return Ghosts(self.table.copy(), self.counts, self.room, self.num_blocks)
 
     def __contains__(self, key: bytes) -> bool:
-        number = int.from_bytes(key[:8], "little")
+        number = int.from_bytes(key, "little")
         ghost = self.table.item(number & len(self.table) - 1)
-        return ghost > 0 and ghost | 1 == _ghost(number, reused=True)
+        return ghost > 0 and ghost >> 2 == number >> 32 & _FINGERPRINT
 
     def remember(self, keys: Sequence[bytes], reused: Sequence[bool]) -> None:
         """Adds the ghosts of blocks that were taken, and whether they had been used again, to a writable one."""
         table, counts = memoryview(self.table), [*self.counts]
         last = len(table) - 1
         for key, again in zip(keys, reused, strict=True):
-            number = int.from_bytes(key[:8], "little")
+            number = int.from_bytes(key, "little")
             place = number & last
             if ghost := table[place]:
                 counts[ghost & 1] -= 1
-            table[place] = _ghost(number, reused=again)
+            table[place] = (number >> 32 & _FINGERPRINT) << 2 | _PRESENT | again
             counts[again] += 1
         self.counts = counts[0], counts[1]
 
@@ -70,7 +71,7 @@ class Ghosts:
 
         Its segment gets more room at the other's expense, the more the fewer ghosts it has.
         """
-        place = int.from_bytes(key[:8], "little") & len(self.table) - 1
+        place = int.from_bytes(key, "little") & len(self.table) - 1
         reused = bool(self.table[place] & 1)
         fresh, again = self.counts
         if reused:
@@ -80,8 +81,3 @@ class Ghosts:
             self.room = max(self.room - max(1, again // fresh), 0)
             self.counts = fresh - 1, again
         self.table[place] = 0
-
-
-def _ghost(number: int, *, reused: bool) -> int:
-    """What stands for a key in the table."""
-    return (number >> 32 & 0x3FFF) << 2 | _PRESENT | reused

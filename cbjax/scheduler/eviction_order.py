@@ -104,6 +104,11 @@ class EvictionOrder:
         self.size -= 1
         self.num_protected -= bool(self.marks[block] == PROTECTED)
 
+    def are_reused(self, blocks: Sequence[int]) -> list[bool]:
+        """Whether each of `blocks` was used again since it was made."""
+        marks = memoryview(self.marks)
+        return [marks[block] != FRESH for block in blocks]
+
     def take_oldest(self, count: int) -> list[int]:
         """Takes the first `count` blocks out of a writable order, those on probation before protected ones."""
         blocks = self._unlink(len(self.marks), count, oldest=True)
@@ -128,12 +133,14 @@ class EvictionOrder:
 
     def _unlink(self, end: int, count: int, *, oldest: bool) -> list[int]:
         """Takes up to `count` blocks from one end of the ring through `end`."""
-        back, ahead = (memoryview(row) for row in (self.links if oldest else self.links[::-1]))
+        before, after = memoryview(self.links[0]), memoryview(self.links[1])
+        back, ahead = (before, after) if oldest else (after, before)
         blocks, block = [], ahead[end]
         while block != end and len(blocks) < count:
             blocks.append(block)
-            block = ahead[block]
+            following = ahead[block]
+            ahead[block] = back[block] = -1
+            block = following
         ahead[end], back[block] = block, end
-        self.links[:, blocks] = -1
         self.size -= len(blocks)
         return blocks

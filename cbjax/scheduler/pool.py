@@ -196,7 +196,7 @@ class PoolDraft:
         keys = [self.index.remove(block) for block in blocks]
         if policy.adapts:
             self._ghosts = self._ghosts.writable()
-            self._ghosts.remember(keys, (cached.marks[blocks] != FRESH).tolist())
+            self._ghosts.remember(keys, cached.are_reused(blocks))
         return np.array(blocks, np.int32)
 
     def _recall(self, group: int, prefix: Prefix) -> bool:
