@@ -20,13 +20,8 @@ LEAF_FIRST = [policy for policy in POLICIES if policy.leaf_first]
 
 
 def listed(order: EvictionOrder) -> list[int]:
-    """All blocks, those on probation first, from a private copy."""
-    late, size = order.late, order.size - len(order.late)
-    return (
-        EvictionOrder(order.links.copy(), order.marks, (), size, order.num_protected)
-        .extended(late)
-        .take_oldest(order.size)
-    )
+    """All blocks, those on probation first, from a copy."""
+    return order.writable().take_oldest(order.size)
 
 
 class OrderMachine(RuleBasedStateMachine):
@@ -34,7 +29,7 @@ class OrderMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.order = EvictionOrder.empty(NUM_BLOCKS)
+        self.order = EvictionOrder(NUM_BLOCKS)
         self.marks = [FRESH] * NUM_BLOCKS
         self.probation: list[int] = []
         self.protected: list[int] = []
@@ -58,21 +53,21 @@ class OrderMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(0, 60))
     def give_up(self, data, count) -> None:
         blocks = data.draw(st.permutations(self.absent()))[:count]
-        self.order = self.order.extended(blocks)
+        self.order.add(blocks)
         self.append(blocks)
 
     @rule(data=st.data(), mark=st.sampled_from([FRESH, PROTECTED]))
     def mark(self, data, mark) -> None:
         if absent := self.absent():
             for block in data.draw(st.lists(st.sampled_from(absent), max_size=30)):
-                self.order, self.marks[block] = self.order.marked(block, mark), mark
+                self.order.mark(block, mark)
+                self.marks[block] = mark
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def remove(self, data) -> None:
         block = data.draw(st.sampled_from(self.expected))
         assert block in self.order
-        self.order = self.order.writable()
         self.order.remove(block)
         self.forget([block])
         assert block not in self.order
@@ -80,7 +75,6 @@ class OrderMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 40))
     def take_oldest(self, count) -> None:
         expected = self.expected[:count]
-        self.order = self.order.writable()
         assert self.order.take_oldest(min(count, self.order.size)) == expected
         self.forget(expected)
 
@@ -88,13 +82,11 @@ class OrderMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 40))
     def take_newest(self, count) -> None:
         expected = self.probation[::-1][:count]
-        self.order = self.order.writable()
         assert self.order.take_newest(min(count, self.order.size)) == expected
         self.forget(expected)
 
     @rule(count=st.integers(0, 40))
     def demote(self, count) -> None:
-        self.order = self.order.writable()
         self.order.demote(count)
         demoted, self.protected = self.protected[:count], self.protected[count:]
         self.probation += demoted
@@ -103,8 +95,8 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule()
     def freeze(self) -> None:
-        self.order.freeze()
-        self.frozen.append((self.order, list(self.expected)))
+        self.frozen.append((self.order.freeze(), list(self.expected)))
+        self.order = self.order.writable()
 
     def teardown(self) -> None:
         self.freeze()
@@ -113,7 +105,8 @@ class OrderMachine(RuleBasedStateMachine):
             assert order.size == len(expected)
             assert sorted(order.blocks().tolist()) == sorted(expected)
         assert self.order.marks.tolist() == self.marks
-        assert self.order.writable().num_protected == len(self.protected)
+        self.order.demote(0)
+        assert self.order.num_protected == len(self.protected)
 
 
 def explore(machine: type[RuleBasedStateMachine], max_examples: int) -> None:

@@ -67,18 +67,18 @@ def _check_index(state: SchedulerState) -> None:
 
 
 def _check_order(order: EvictionOrder) -> None:
-    order = order.writable()
-    before, after = order.links
-    counts = []
+    late, counts = set(order.late), []
     for end, is_protected in ((len(order.marks), False), (len(order.marks) + 1, True)):
-        count, block = 0, int(after[end])
+        count, last, block = 0, end, int(order.after[end])
         while block != end:
-            assert after[before[block]] == block, "the order of cached blocks is torn"
-            assert (order.marks[block] == PROTECTED) == is_protected, "a cached block is in the other segment"
-            block, count = int(after[block]), count + 1
+            assert count == 0 or order.before[block] == last, "the order of cached blocks is torn"
+            assert (order.marks[block] == PROTECTED) == is_protected, "a cached block is in the other list"
+            assert block not in late, "a cached block is listed twice"
+            count, last, block = count + 1, block, int(order.after[block])
+        assert order.before[end] == last, "the order of cached blocks is torn at its end"
         counts.append(count)
     assert counts[1] == order.num_protected
-    assert sum(counts) == order.size == len(order.blocks()), "the order of cached blocks has lost some"
+    assert sum(counts) + len(late) == order.size == len(order.blocks()), "the order of cached blocks has lost some"
 
 
 def _check_waiting(state: SchedulerState) -> None:
