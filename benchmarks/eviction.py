@@ -52,14 +52,14 @@ class Case:
 
 
 def cases(path: Path | None, *, quick: bool) -> Iterator[Case]:
-    """The workloads, with pools from a few per cent of what they ever use to nearly all of it."""
-    count = 40 if quick else 2000
+    """The workloads, with pools in which little is found at first and in the end most of what comes again."""
+    count, questions = (20, 100) if quick else (1000, 1500)
     if path is not None:
         trace = read_trace(path)
-        yield Case(trace=_short(trace.head(count)), block_size=512, pools=(1500, 3000, 6000, 12_000, 24_000))
-    yield Case(trace=_short(AGENTS.sample(count, rate=3)), block_size=512, pools=(1500, 3000, 6000, 12_000))
-    yield Case(trace=_short(LONG_SESSIONS.sample(count, rate=3)), block_size=128, pools=(1000, 2000, 4000, 8000))
-    yield Case(trace=_short(FEW_SHOT.sample(count, rate=100)), block_size=16, pools=(1024, 1536, 2048, 4096))
+        yield Case(trace=_short(trace.head(2 * count)), block_size=512, pools=(1500, 3000, 6000, 12_000))
+    yield Case(trace=_short(AGENTS.sample(count, rate=3)), block_size=512, pools=(1500, 3000, 6000))
+    yield Case(trace=_short(LONG_SESSIONS.sample(count, rate=3)), block_size=128, pools=(1000, 2000, 4000))
+    yield Case(trace=_short(FEW_SHOT.sample(questions, rate=100)), block_size=16, pools=(1024, 2048, 3072))
 
 
 def _short(trace: Trace) -> Trace:
@@ -90,9 +90,11 @@ def measure_alone(case: Case) -> dict[str, report.Figure]:
     return figures
 
 
-def measure_steps(steps: int) -> dict[str, report.Figure]:
+def measure_steps(steps: int, num_blocks: int) -> dict[str, report.Figure]:
     """Microseconds of a step with each policy; they take turns."""
-    simulations = {name: Steps(STEP_ROWS, STEP_WAITING, eviction=name) for name in EVICTION_MAPPING}
+    simulations = {
+        name: Steps(STEP_ROWS, STEP_WAITING, eviction=name, num_blocks=num_blocks) for name in EVICTION_MAPPING
+    }
     for simulation in simulations.values():
         simulation.run(TURN, measure=False)
     for _ in range(steps // TURN):
@@ -132,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for pool in case.pools[:1] if args.quick else case.pools:
             figures |= measure(case, pool)
         figures |= measure_alone(case)
-    figures |= measure_steps(2 * TURN if args.quick else args.steps)
+    figures |= measure_steps(2 * TURN, 4096) if args.quick else measure_steps(args.steps, 65_536)
     text = comparison(figures) + "\n\n" + report.figures_table(figures, ("median",))
     report.finish("eviction", argv, args, figures, text=text)
 

@@ -52,10 +52,12 @@ class Simulation:
       seconds: by part, one value per step measured.
     """
 
-    def __init__(self, running: int, waiting: int, *, shares: bool = True, eviction: str = "arc") -> None:
+    def __init__(
+        self, running: int, waiting: int, *, shares: bool = True, eviction: str = "arc", num_blocks: int = 65_536
+    ) -> None:
         self.config = SchedulerConfig(
             policy=scheduler_named("fifo"),
-            num_blocks=65_536,
+            num_blocks=num_blocks,
             block_size=16,
             max_batch_tokens=2048,
             max_requests_per_batch=running,
