@@ -1,7 +1,7 @@
 """What each eviction policy finds in the prefix cache, and what its step costs, over workloads and pool sizes.
 
 Traces run through the engine's own scheduler with simulated time (`cbjax.simulate`, an 8B model on an H100 by its data
-sheet); a request generates at most 16 tokens, so that runs are short and nearly all of the pool is the cache's. Rows
+sheet); a request generates at most 4 tokens, so that runs are short and nearly all of the pool is the cache's. Rows
 named "alone" are a cache without a scheduler, see `benchmarks.eviction_model`; the clairvoyant one knows the future and
 bounds what any policy can find. Microseconds of a step are those of `benchmarks.scheduler` with 256 rows.
 
@@ -27,7 +27,7 @@ from cbjax.simulate import Trace, read_trace, simulate, simulation_config
 from cbjax.simulate.few_shot import FEW_SHOT
 from cbjax.simulate.sessions import AGENTS
 
-MAX_NEW_TOKENS = 16
+MAX_NEW_TOKENS = 4
 ROWS = 64
 # Turns of a coding agent: a long system prompt, short messages and tool results, ten turns on average.
 LONG_SESSIONS = replace(AGENTS, name="long sessions", system_tokens=4000, opening=AGENTS.message, continues=0.9)

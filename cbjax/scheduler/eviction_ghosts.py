@@ -33,8 +33,8 @@ class Ghosts:
 
     @classmethod
     def empty(cls, num_blocks: int) -> Ghosts:
-        """No ghosts; half of the room is the protected segment's."""
-        ghosts = cls(np.zeros(1 << (num_blocks - 1).bit_length(), np.uint16), (0, 0), num_blocks // 2, num_blocks)
+        """No ghosts, and no room for protected blocks until experience shows that they deserve some."""
+        ghosts = cls(np.zeros(1 << (num_blocks - 1).bit_length(), np.uint16), (0, 0), 0, num_blocks)
         ghosts.freeze()
         return ghosts
 
