@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from cbjax.manager import ContinuousBatchingManager as ContinuousBatchingManager
     from cbjax.mixin import ContinuousMixin as ContinuousMixin
     from cbjax.models import DecoderConfig as DecoderConfig
+    from cbjax.recording import Recording as Recording
+    from cbjax.recording import ReplayedStep as ReplayedStep
+    from cbjax.recording import read_recording as read_recording
+    from cbjax.recording import replay as replay
     from cbjax.requests import GenerationOutput as GenerationOutput
     from cbjax.requests import RequestState as RequestState
     from cbjax.requests import RequestStatus as RequestStatus
@@ -33,11 +37,15 @@ _HOMES = {
     "GenerationOutput": "cbjax.requests",
     "PagedAttentionCache": "cbjax.cache",
     "PrefillFirstScheduler": "cbjax.scheduler",
+    "Recording": "cbjax.recording",
+    "ReplayedStep": "cbjax.recording",
     "RequestState": "cbjax.requests",
     "RequestStatus": "cbjax.requests",
     "Scheduler": "cbjax.scheduler",
     "StepRecord": "cbjax.step_record",
     "WorkloadHints": "cbjax.config",
+    "read_recording": "cbjax.recording",
+    "replay": "cbjax.recording",
 }
 __all__ = sorted(_HOMES)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from cbjax.descriptor import BatchDescriptor, Bucket, build
 from cbjax.ladder import Ladder
+from cbjax.recording import LiveScheduler
 from cbjax.requests import RequestState, RequestStatus
 from cbjax.sampling import SamplingParams
 from cbjax.scheduler import (
@@ -26,17 +27,11 @@ from cbjax.scheduler import (
     Request,
     Restore,
     SchedulerConfig,
+    SchedulerState,
     StepOutputs,
     StepPlan,
     StepResults,
     TableDelta,
-    add,
-    cancel,
-    initial_state,
-    num_cached,
-    renew,
-    schedule,
-    update,
 )
 from cbjax.step_record import Observer, StepRecord
 from cbjax.strict import check_int
@@ -103,7 +98,7 @@ class Engine:
     """Owns the state of a run; see the module's docstring.
 
     Attributes:
-      state: the scheduler's.
+      scheduler: its state, and whoever records what it is given.
       alive: requests that have not ended, by uid, in order of submission.
       stats: counts.
       observers: called with each step's record once it is dispatched; one that raises stops the engine.
@@ -123,12 +118,17 @@ class Engine:
         self.device, self.ladder, self.depth = device, ladder, depth
         self.observers = observers
         self.vocab_size, self.max_positions = vocab_size, max_positions
-        self.state = initial_state(config)
+        self.scheduler = LiveScheduler(config)
         self.alive: dict[int, RequestState] = {}
         self.stats = EngineStats()
         self._by_id: dict[str, RequestState] = {}
         self._uids = itertools.count()
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+
+    @property
+    def state(self) -> SchedulerState:
+        """The scheduler's."""
+        return self.scheduler.state
 
     def submit(
         self,
@@ -167,7 +167,7 @@ class Engine:
             words=sampling.pack(),
             fork_of=None if fork_of is None else fork_of.uid,
         )
-        self.state = add(self.state, request)
+        self.scheduler.add(request)
         now = time.perf_counter()
         created = now if created is None else created
         state = RequestState(
@@ -194,13 +194,14 @@ class Engine:
         max_new_tokens = check_int("max_new_tokens", max_new_tokens, minimum=1, none=True)
         ids = checked_ids(prompt, eos_token_ids, self.vocab_size)
         limit = self._limit(len(ids), max_new_tokens)
-        add(self.state, Request(uid=-1, prompt=ids, max_new_tokens=limit, eos_token_ids=(), words=_NO_WORDS))
+        self.scheduler.check(Request(uid=-1, prompt=ids, max_new_tokens=limit, eos_token_ids=(), words=_NO_WORDS))
         return ids, limit
 
     def num_cached(self, prompt: Sequence[int] | np.ndarray) -> int:
         """Tokens of this prompt that the prefix cache has now. Changes nothing."""
         ids = np.asarray(prompt, np.int32)
-        return num_cached(self.state, Request(uid=-1, prompt=ids, max_new_tokens=1, eos_token_ids=(), words=_NO_WORDS))
+        request = Request(uid=-1, prompt=ids, max_new_tokens=1, eos_token_ids=(), words=_NO_WORDS)
+        return self.scheduler.num_cached(request)
 
     def _limit(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
         """Output tokens after which a request ends with "length"; the model's positions are such an end, too."""
@@ -219,7 +220,7 @@ class Engine:
         request = self._by_id.get(request_id)
         if request is None:
             return None
-        self.state, found = cancel(self.state, request.uid)
+        found = self.scheduler.cancel(request.uid)
         assert found
         self._end(request, RequestStatus.CANCELLED, "cancelled", time.perf_counter())
         return request
@@ -235,9 +236,8 @@ class Engine:
         Returns:
           Requests that gained a token or ended, each once.
         """
-        plan, state = schedule(self.state)
+        plan = self.scheduler.schedule()
         if not plan.is_empty:
-            self.state = state
             self._dispatch(plan)
         touched: dict[int, RequestState] = {}
         while self._in_flight and (plan.is_empty or len(self._in_flight) > self.depth):
@@ -312,8 +312,7 @@ class Engine:
             finite=np.asarray(answer.finite)[:rows],
         )
         self._in_flight.popleft()
-        self.state, results = update(self.state, plan, outputs)
-        return self._deliver(results)
+        return self._deliver(self.scheduler.update(plan, outputs))
 
     def _deliver(self, results: StepResults) -> list[RequestState]:
         now = time.perf_counter()
@@ -348,7 +347,7 @@ class Engine:
 
     def renew(self) -> None:
         """To be called when other weights compute from now on: no KV of the old ones is found again."""
-        self.state = renew(self.state)
+        self.scheduler.renew()
         for uid in self.alive:
             self.device.discard(uid)
 
@@ -359,7 +358,7 @@ class Engine:
         """
         now, ended = time.perf_counter(), list(self.alive.values())
         self._in_flight.clear()
-        self.state = initial_state(self.state.config)
+        self.scheduler.reset()
         self.alive, self._by_id = {}, {}
         for request in ended:
             if request.status < RequestStatus.FINISHED:

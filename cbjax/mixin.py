@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from cbjax.config import ContinuousBatchingConfig, GenerationConfig, WorkloadHints
@@ -18,6 +19,7 @@ from cbjax.inputs import Prompt, checked_names, hints_of, prepare
 from cbjax.job import Job, max_request_tokens
 from cbjax.manager import ContinuousBatchingManager
 from cbjax.progress import progress
+from cbjax.recording import RecordingWriter
 from cbjax.requests import GenerationOutput, RequestStatus
 from cbjax.resolve import for_call
 from cbjax.session import Session, rounded, session_key
@@ -53,6 +55,7 @@ class ContinuousMixin:
         self.summary: RunSummary | None = None
         self.last_outputs: dict[str, GenerationOutput] = {}
         self.observers: list[Observer] = []
+        self._journal: RecordingWriter | None = None
         self._session: Session | None = None
         self._manager: ContinuousBatchingManager | None = None
         self._auto_ids = itertools.count()
@@ -212,6 +215,30 @@ class ContinuousMixin:
         finally:
             self.observers.remove(observer)
 
+    @contextmanager
+    def record_to(self, path: str | PathLike[str]) -> Iterator[None]:
+        """Writes what the scheduler is given to a file: all that runs in the block, calls and managers alike.
+
+        `cbjax.replay(path)` or the command `cbjax replay` then go through the same steps without the model. The file
+        is written as the engine runs, so it is of use after a crash, too. It holds the token ids of prompts and
+        outputs (`cbjax replay FILE --anonymise OUT` replaces them), no text, no names and no weights.
+
+        The first call in the block begins with an empty prefix cache. An existing file is replaced.
+
+        Raises:
+          OSError: the file cannot be made.
+          RuntimeError: a call or a manager of this model is running, or the model is being recorded.
+        """
+        with self._exclusive():
+            if self._journal is not None:
+                raise RuntimeError("this model is being recorded, and to one file at a time: leave that block first")
+            journal = self._journal = RecordingWriter(path)
+        try:
+            yield
+        finally:
+            self._journal = None
+            journal.close()
+
     @property
     def session(self) -> Session | None:
         """The session kept from the last call: engine, programs, and `session.resolved.report()`."""
@@ -296,13 +323,14 @@ class ContinuousMixin:
         session = self._session
         if session is not None and session.key == session_key(config) and session.covers(hints, open_ended=open_ended):
             session.resolved = for_call(session.resolved, config)
-            return session
-        if session is not None:
-            why = "a larger workload" if session.key == session_key(config) else "other settings"
-            log.warning("%s: a new KV store replaces the old one, and its programs are compiled", why)
-        self._drop_session()
-        self._session = Session(self, config, sizes)  # pyright: ignore[reportArgumentType]
-        return self._session
+        else:
+            if session is not None:
+                why = "a larger workload" if session.key == session_key(config) else "other settings"
+                log.warning("%s: a new KV store replaces the old one, and its programs are compiled", why)
+            self._drop_session()
+            session = self._session = Session(self, config, sizes)  # pyright: ignore[reportArgumentType]
+        session.engine.scheduler.record(self._journal)
+        return session
 
     @contextmanager
     def _lending(self, config: ContinuousBatchingConfig, hints: WorkloadHints) -> Iterator[Session]:

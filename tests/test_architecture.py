@@ -22,7 +22,7 @@ FOREIGN = ("torch", "transformers", "tensorflow")
 MAY_IMPORT = {
     "__init__": set(),  # public names are imported when they are first used
     "__main__": {"cli"},
-    "cli": {"__init__", "causal_lm", "config"},
+    "cli": {"__init__", "causal_lm", "config", "recording"},
     "causal_lm": {"attention", "checkpoints", "config", "mixin", "models", "step", "strict"},
     "testing": {"causal_lm", "descriptor", "models", "scheduler", "text"},
     "mixin": {
@@ -31,6 +31,7 @@ MAY_IMPORT = {
         "job",
         "manager",
         "progress",
+        "recording",
         "requests",
         "resolve",
         "session",
@@ -56,7 +57,18 @@ MAY_IMPORT = {
         "resolve",
         "scheduler",
     },
-    "engine": {"descriptor", "ladder", "programs", "requests", "sampling", "scheduler", "step_record", "strict"},
+    "engine": {
+        "descriptor",
+        "ladder",
+        "programs",
+        "recording",
+        "requests",
+        "sampling",
+        "scheduler",
+        "step_record",
+        "strict",
+    },
+    "recording": {"__init__", "scheduler"},
     "step_record": {"scheduler"},
     "programs": {"cache", "descriptor", "host_memory", "scheduler", "step"},
     "step": {"attention", "cache", "descriptor", "models", "sampling"},
@@ -92,6 +104,11 @@ def unit_of(dotted: str) -> str:
     return package if package == "pallas_kernels" else f"*{package}"
 
 
+def is_unit(name: str) -> bool:
+    """Whether that is a module or package of cbjax, not a name that the package itself has."""
+    return any((ROOT / "cbjax" / path).exists() for path in (f"{name}.py", f"{name}/__init__.py"))
+
+
 def imports_of(path: Path, *, for_types_only: bool) -> Iterator[str]:
     """Dotted names that a file imports anywhere, in functions too; `if TYPE_CHECKING:` blocks only if asked."""
     pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
@@ -103,7 +120,7 @@ def imports_of(path: Path, *, for_types_only: bool) -> Iterator[str]:
             assert node.level == 0, f"{path}: relative imports hide who imports whom"
             assert node.module is not None
             # `from cbjax import x` imports the unit x or a name of the package itself.
-            names = [f"cbjax.{alias.name}" for alias in node.names if (ROOT / "cbjax" / f"{alias.name}.py").exists()]
+            names = [f"cbjax.{alias.name}" for alias in node.names if is_unit(alias.name)]
             yield from names if node.module == "cbjax" and names else [node.module]
         typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         pending += node.orelse if typing_only and not for_types_only else ast.iter_child_nodes(node)
@@ -134,9 +151,9 @@ def test_the_walk_sees_imports_in_functions_and_not_those_for_types(tmp_path: Pa
     path = tmp_path / "module.py"
     path.write_text(
         "import a.b\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import c\nelse:\n    import d\n"
-        "def f():\n    from cbjax.engine import Engine\n    from cbjax import cli, CausalLM\n"
+        "def f():\n    from cbjax.engine import Engine\n    from cbjax import cli, mixin, CausalLM\n"
     )
-    at_run_time = {"a.b", "typing", "d", "cbjax.engine", "cbjax.cli"}
+    at_run_time = {"a.b", "typing", "d", "cbjax.engine", "cbjax.cli", "cbjax.mixin"}
     assert set(imports_of(path, for_types_only=False)) == at_run_time
     assert set(imports_of(path, for_types_only=True)) == at_run_time | {"c"}
 
@@ -173,15 +190,19 @@ def test_the_probe_for_loaded_modules_sees_jax() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "cbjax.scheduler",
-        "cbjax.config",
-        "cbjax.requests",
-        "cbjax.sampling",
-        "cbjax.inputs",
-        "cbjax.cli",
-        "cbjax.ladder",
-        "cbjax.step_record",
-        "cbjax.simulate",
+        f"cbjax.{unit}"
+        for unit in (
+            "scheduler",
+            "recording",
+            "simulate",
+            "config",
+            "requests",
+            "sampling",
+            "inputs",
+            "ladder",
+            "step_record",
+            "cli",
+        )
     ],
 )
 def test_importing_it_does_not_import_jax(module: str) -> None:

@@ -21,6 +21,7 @@ from benchmarks import (
     sampling,
     scheduler,
     sides,
+    simulation,
     vs_transformers,
 )
 from benchmarks.eviction_model import PRIORITIES, hits
@@ -102,6 +103,15 @@ def test_the_scheduler_benchmark_writes_the_form(measured):
         assert {figure["count"] for figure in figures.values()} == {100}
     assert document["figures"]["8 running, 50 waiting, total"]["values"] == []
     assert "8 running, most against fewest waiting" in document["limits"]
+
+
+def test_the_simulation_benchmark_writes_the_form(measured):
+    document = measured(simulation.main, "--quick", "--requests", 60, "--rows", 16, "--num-blocks", 512)
+    figures = document["figures"]
+    assert figures["requests"]["median"] == 60
+    assert figures["steps"]["median"] > 60 * 200 / 16 / 2
+    assert 0 < figures["peak memory at 10%"]["median"] <= figures["peak memory at the end"]["median"]
+    assert document["limits"].keys() == {"a million requests at this speed", "memory at the end against at 10%"}
 
 
 def test_the_simulated_scheduler_keeps_as_many_running_and_waiting_as_asked():
@@ -322,7 +332,9 @@ def test_first_token_times_a_process_and_says_what_failed(tmp_path):
         first_token.first_text(str(tmp_path), str(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize("name", ["first_token", "pool_size", "pressure", "sampling", "scheduler", "vs_transformers"])
+@pytest.mark.parametrize(
+    "name", ["first_token", "pool_size", "pressure", "sampling", "scheduler", "simulation", "vs_transformers"]
+)
 def test_a_benchmark_is_a_module_to_run(name):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)

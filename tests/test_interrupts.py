@@ -12,6 +12,7 @@ import cbjax
 from cbjax import ContinuousBatchingConfig, GenerationConfig, RequestStatus, engine, programs, progress
 from cbjax.cache import PagedAttentionCache
 from cbjax.programs import ModelDevice
+from cbjax.recording import live
 from cbjax.testing import ByteTokenizer, tiny_llama
 
 PROMPTS = [[72, 101, 108], [5], [200, 9, 9, 31, 7, 64, 12, 80, 3]]
@@ -93,9 +94,9 @@ def raising(function, error, *, at, late=False):
 
 # Where: object, name, and the number of tokens that each request has got by its third call.
 STEPS = {
-    "schedule": (engine, "schedule", 2),
+    "schedule": (live, "schedule", 2),
     "forward": (ModelDevice, "forward", 2),
-    "update": (engine, "update", 2),
+    "update": (live, "update", 2),
     "deliver": (engine.Engine, "_deliver", 2),
 }
 

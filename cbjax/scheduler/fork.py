@@ -64,5 +64,5 @@ def _relatives(draft: Draft, waiting: Waiting) -> np.ndarray:
     """
     if len(waiting.request.prompt) == 1 or len(waiting.outputs) or waiting.saved is not None:
         return np.empty(0, np.int64)
-    rows = draft.rows
-    return np.flatnonzero((rows[Field.ACTIVE] == 1) & (rows[Field.FAMILY] == waiting.request.family))
+    found = np.flatnonzero(draft.rows[Field.FAMILY] == waiting.request.family)
+    return found[draft.rows[Field.ACTIVE, found] == 1]  # a free slot's row is zero, and so can a family be

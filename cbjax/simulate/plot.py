@@ -1,9 +1,11 @@
-"""Pictures of a simulation and of a sweep. They need matplotlib, which is an extra: ``pip install cbjax[plot]``."""
+"""Pictures of a simulation and of a sweep. They need matplotlib, an extra: ``pip install cbjax[plot]``.
+
+A figure is written with its own `savefig`, whose file name's ending says in which format; no display is needed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,17 +82,12 @@ def plot_sweep(sweep: Sweep) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: str | Path) -> None:
-    """Writes a picture; the name's ending says in which format."""
-    figure.savefig(path, dpi=120)
-
-
 def _figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install cbjax[plot]") from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
 def _dress(axes: Axes, title: str, x: str, y: str) -> None:

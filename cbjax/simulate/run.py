@@ -2,7 +2,8 @@
 
 Nothing is computed but the schedule, so a run is exact in everything that does not depend on time: given when requests
 come, its plans are those that the engine makes, step by step. A request is handed to the scheduler when the clock has
-reached its arrival; with nobody to run, the clock jumps to the next one. Memory does not grow with the trace: prompts
+reached its arrival; with nobody to run, the clock jumps to the next one. Each step's answers are read before the next
+is planned, as the engine does. Memory does not grow with the trace: prompts
 are made when the scheduler is about to look at them, and dropped with their requests.
 """
 
@@ -34,6 +35,7 @@ class Simulation:
     """A run, step by step; `simulate` is all of them.
 
     Attributes:
+      trace, config, cost, ladder: what was asked for, with the defaults filled in.
       state: the scheduler's.
       clock: simulated seconds.
       tally: what happened so far.
@@ -101,7 +103,7 @@ class Simulation:
             finite=self._finite[: batch.num_rows],
         )
         self.state, results = update(state, plan, outputs)
-        self.tally.count_ended(len(results.ended))
+        self.tally.count_ended(results.ended)
         return plan
 
     def result(self) -> Result:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
-from cbjax.scheduler import Bucket, SchedulerState, StepPlan
+from cbjax.scheduler import Bucket, Ended, SchedulerState, StepPlan
 from cbjax.simulate.result import Result
 from cbjax.simulate.statistics import Histogram, Sampler
 from cbjax.simulate.trace import Trace
@@ -16,7 +17,8 @@ class Tally:
     """What happened so far; counts mean what `Result` says.
 
     Attributes:
-      admitted_at, first_at, last_at: f64[n], simulated seconds of each request's first admission, first and last token.
+      admitted_at, first_at, last_at: f64[n], simulated seconds of each request's first admission, first token, and last
+        token so far; NaN before.
       steps: by bucket.
       running, ended: requests.
     """
@@ -27,13 +29,14 @@ class Tally:
         self.steps: Counter[Bucket] = Counter()
         self.running = self.ended = 0
         self.num_steps = self.peak_blocks = self.peak_rows = self.num_starved = 0
-        self.computed_tokens = self.generated_tokens = self.kv_reads = 0
+        self.computed_tokens = self.generated_tokens = 0
         self.admitted = self.prompt_tokens = self.cached_tokens = self.restored_tokens = self.recomputed_tokens = 0
         self.soft_resets = self.offloads = self.cache_evictions = 0
         self.offloaded_blocks = self.restored_blocks = self.copied_blocks = 0
         self.first_eviction: int | None = None
         self.inter_token = Histogram()
         self.sampler = Sampler()
+        self._has_ended = np.zeros(len(trace), bool)
         self._lost: dict[int, int] = {}  # tokens that requests which wait again have lost
 
     def count_plan(self, plan: StepPlan, before: SchedulerState, after: SchedulerState, now: float) -> None:
@@ -87,10 +90,12 @@ class Tally:
         self.inter_token.add(gaps)
         self.last_at[uids] = now
 
-    def count_ended(self, count: int) -> None:
+    def count_ended(self, ended: Sequence[Ended]) -> None:
         """Requests that have their last token."""
-        self.ended += count
-        self.running -= count
+        for request in ended:
+            self._has_ended[request.uid] = True
+        self.ended += len(ended)
+        self.running -= len(ended)
 
     def result(self, state: SchedulerState, *, refused: int, seconds: float) -> Result:
         """What the run came to, so far."""
@@ -127,7 +132,7 @@ class Tally:
             peak_blocks=self.peak_blocks,
             waiting=self.admitted_at - arrival,
             first_token=self.first_at - arrival,
-            latency=self.last_at - arrival,
+            latency=np.where(self._has_ended, self.last_at - arrival, np.nan),
             inter_token=self.inter_token,
             timeline=self.sampler.timeline(),
         )

@@ -31,11 +31,13 @@ def read_trace(path: str | Path, *, segment_size: int = 512) -> Trace:
     path = Path(path)
     if segment_size < 1:
         raise ValueError(f"segment_size must be at least 1 token; got {segment_size}")
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             rows = list(_json_rows(file) if path.suffix == ".jsonl" else _csv_rows(file))
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: a trace is a text file in UTF-8; this one is not ({error.reason})") from None
+        except csv.Error as error:
+            raise ValueError(f"{path}: a trace that is not .jsonl is CSV; this one is not ({error})") from None
         except ValueError as error:
             raise ValueError(f"{path}, {error}") from None
     if not rows:
@@ -128,13 +130,14 @@ def _request(text: str) -> tuple[float, int, int, list[int] | None] | None:
     """What a line says, or None if that is no request."""
     try:
         row = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(row, list) or len(row) not in (3, 4):
         return None
     arrival, prompt, output = row[:3]
     ids = row[3] if len(row) == 4 else None
-    if type(arrival) not in (int, float) or type(prompt) is not int or type(output) is not int:
+    is_number = type(arrival) is float or (type(arrival) is int and abs(arrival) < 2**63)
+    if not is_number or type(prompt) is not int or type(output) is not int:
         return None
     if ids is not None and not (isinstance(ids, list) and all(type(i) is int and 0 <= i < 2**62 for i in ids)):
         return None

@@ -1,44 +1,34 @@
-"""The command line: `cbjax generate`. Nothing heavy is imported before the arguments are understood."""
+"""`cbjax generate`: text for prompts given as arguments or in a file."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
-from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
-_EXAMPLE = "example: cbjax generate 'What is the capital of France?'"
+from cbjax.cli.usage import UsageError
+
+EXAMPLE = "example: cbjax generate 'What is the capital of France?'"
 
 
-class UsageError(Exception):
-    """The arguments ask for nothing that can be done."""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser; making it imports neither jax nor anything else that is slow."""
-    from cbjax import __version__
-
-    about = "Continuous-batching inference for JAX."
-    parser = argparse.ArgumentParser(prog="cbjax", description=about, epilog=_EXAMPLE)
-    parser.add_argument("--version", action="version", version=f"cbjax {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    generate = commands.add_parser(
-        "generate",
+def add_parser(commands: Any, name: str) -> None:
+    """Adds the command to those of `ArgumentParser.add_subparsers`."""
+    parser = commands.add_parser(
+        name,
         help="generate text for one prompt or many",
         description="A single prompt streams as text; many are batched, with a progress bar and a closing table.",
-        epilog=_EXAMPLE,
+        epilog=EXAMPLE,
     )
-    add = generate.add_argument
+    add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="text; '-' reads one prompt from standard input")
     add("--model", default="demo", help="'demo' (SmolLM2-135M-Instruct), a Hugging Face folder, a .gguf file, a hub id")
     add("--file", type=Path, metavar="PROMPTS.JSONL", help="one prompt per line: a JSON string, list of ids, or object "
         "with 'prompt' (text or ids) or 'messages'")  # fmt: skip
-    style = generate.add_mutually_exclusive_group()
+    style = parser.add_mutually_exclusive_group()
     style.add_argument("--chat", action="store_true", default=None, help="prompts are a user's messages")
     style.add_argument("--raw", dest="chat", action="store_false", help="prompts are continued as they are; default: "
                        "--chat where the model has a chat template")  # fmt: skip
@@ -62,41 +52,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--cpu-offload-space", type=float, metavar="GIB", help="host memory for requests that lose their blocks")
     add("--scheduler", choices=("fifo", "prefill_first"), default="fifo", help="scheduling policy (default fifo)")
     add("--json", type=Path, metavar="OUT", help="write outputs, settings and summary as JSON ('-': standard output)")
+    add("--record", type=Path, metavar="FILE", help="record the run for `cbjax replay`; the file has the prompts' ids")
     add("--report", action="store_true", help="show every setting in use and why")
-    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 0, 1 if a request or the run failed, 2 for bad usage, 130."""
-    args = build_parser().parse_args(argv)
-    logger = logging.getLogger("cbjax")
-    level = logger.level
-    # Refused requests are told at the end; the library's own warning would say it twice.
-    logger.setLevel(logging.ERROR)
-    try:
-        return _generate(args)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except UsageError as error:
-        print(f"cbjax: {error}", file=sys.stderr)
-        return 2
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        print(f"cbjax: {error}", file=sys.stderr)
-        return 1
-    finally:
-        logger.setLevel(level)
-
-
-def _generate(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Runs it; 1 if a request failed."""
     prompts = _read_prompts(args)
-    if args.json and args.json.is_dir():
-        raise ValueError(f"--json {args.json}: that is a folder; name a file")
-    if args.json and str(args.json) != "-" and not args.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {args.json}: its folder does not exist; make it first")
-    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows another, and goes on
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    for option, path in (("--json", args.json), ("--record", args.record)):
+        _check_place(option, path)
 
     from cbjax.causal_lm import CausalLM
     from cbjax.config import ContinuousBatchingConfig, GenerationConfig
@@ -116,10 +80,11 @@ def _generate(args: argparse.Namespace) -> int:
     quiet = str(args.json) == "-"
     streams = len(inputs) == args.num_return_sequences == 1
     try:
-        if streams:
-            _stream(lm, inputs[0], generation, config, sys.stderr if quiet else sys.stdout)
-        else:
-            lm.generate_batch(inputs, generation, config, progress_bar=True)
+        with lm.record_to(args.record) if args.record else nullcontext():
+            if streams:
+                _stream(lm, inputs[0], generation, config, sys.stderr if quiet else sys.stdout)
+            else:
+                lm.generate_batch(inputs, generation, config, progress_bar=True)
     finally:  # an interrupted run has outputs, too
         if args.json and lm.summary:
             _write_json(args, lm)
@@ -134,6 +99,16 @@ def _generate(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _check_place(option: str, path: Path | None) -> None:
+    """Raises ValueError if no file can be there."""
+    if path is None or (option == "--json" and str(path) == "-"):
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: that is a folder; name a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: its folder does not exist; make it first")
+
+
 def _read_prompts(args: argparse.Namespace) -> list[Any]:
     if "-" in args.prompts and sys.stdin is None:
         raise UsageError("'-' reads a prompt from standard input, which is closed")
@@ -144,7 +119,7 @@ def _read_prompts(args: argparse.Namespace) -> list[Any]:
             if line.strip():
                 prompts.append(_parse_line(line, f"{args.file}, line {number}"))
     if not prompts:
-        raise UsageError(f"no prompts: give some as arguments or with --file; {_EXAMPLE}")
+        raise UsageError(f"no prompts: give some as arguments or with --file; {EXAMPLE}")
     return prompts
 
 
