@@ -28,7 +28,7 @@ from cbjax.simulate.few_shot import FEW_SHOT
 from cbjax.simulate.sessions import AGENTS
 
 MAX_NEW_TOKENS = 4
-ROWS = 64
+ROWS = 16
 # Turns of a coding agent: a long system prompt, short messages and tool results, ten turns on average.
 LONG_SESSIONS = replace(AGENTS, name="long sessions", system_tokens=4000, opening=AGENTS.message, continues=0.9)
 STEP_ROWS, STEP_WAITING = 256, 1000
