@@ -123,7 +123,7 @@ class PoolDraft:
 
     def forget(self, block: int) -> None:
         """Makes a cached block blank."""
-        self._uncache(block)
+        self._cached.remove(block)
         self.index.remove(block)
         self._push(np.array([block], np.int32))
 
@@ -134,7 +134,7 @@ class PoolDraft:
     def pin(self, block: int, *, reused: bool = True) -> None:
         """One holder more of a full block, live or cached; `reused` if that promises that there will be others."""
         if block in self._cached:
-            self._uncache(block)
+            self._cached.remove(block)
         else:
             self._holders = self._holders.insert(block, self._holders.get(block, 1) + 1)
         if reused and self._adapts:
@@ -223,9 +223,6 @@ class PoolDraft:
             return True
         block = self.index.find(group, before)
         return block is not None and bool(self._cached.marks[block] == PROTECTED)
-
-    def _uncache(self, block: int) -> None:
-        self._cached.remove(block)
 
     def _push(self, ids: np.ndarray) -> None:
         if len(ids):
