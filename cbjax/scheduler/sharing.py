@@ -103,9 +103,10 @@ def _register_column(draft: Draft, slot: int, record: Record, column: int, block
     """Registers the blocks of one column, one per group; returns the chain up to and with it, given the one before."""
     missing = draft.config.num_blocks
     prefix = before.extend(_tokens_of(draft, slot, record, column), draft.config.block_hash)
+    was_known = (column + 1) * draft.config.block_size <= len(record.history)
     for group, block in enumerate(blocks):
         if block != missing:
-            held = draft.pool.register(block, group, prefix)
+            held = draft.pool.register(block, group, prefix, was_known=was_known)
             if held != block:
                 prefix = draft.pool.index.name(held).prefix
                 draft.swap(slot, group, column, held)
