@@ -84,19 +84,20 @@ def register(draft: Draft, slots: np.ndarray, cells: np.ndarray) -> None:
     if not draft.config.shares_blocks:
         return
     columns = cells // draft.config.block_size
-    for i in np.flatnonzero(columns > draft.rows[Field.REGISTERED, slots]).tolist():
-        slot = int(slots[i])
+    gains = columns > draft.rows[Field.REGISTERED, slots]
+    slots, columns = slots[gains], columns[gains]
+    first = draft.rows[Field.REGISTERED, slots]
+    for slot, start, end in zip(slots.tolist(), first.tolist(), columns.tolist(), strict=True):
         record = draft.records[slot]
         assert record is not None
         prefix = record.prefix
         if prefix is not None:
-            first, end = int(draft.rows[Field.REGISTERED, slot]), int(columns[i])
-            for column, blocks in enumerate(record.table[:, first:end].T.tolist(), first):
+            for column, blocks in enumerate(record.table[:, start:end].T.tolist(), start):
                 prefix = _register_column(draft, slot, record, column, blocks, prefix)
             record = draft.records[slot]  # with the swaps
             assert record is not None
             draft.records[slot] = Record(record.request, record.history, record.chain, record.table, prefix)
-        draft.rows[Field.REGISTERED, slot] = columns[i]
+    draft.rows[Field.REGISTERED, slots] = columns
 
 
 def _register_column(draft: Draft, slot: int, record: Record, column: int, blocks: list[int], before: Prefix) -> Prefix:
