@@ -53,7 +53,7 @@ class Simulation:
     """
 
     def __init__(
-        self, running: int, waiting: int, *, shares: bool = True, eviction: str = "lru", num_blocks: int = 65_536
+        self, running: int, waiting: int, *, shares: bool = True, eviction: str = "arc", num_blocks: int = 65_536
     ) -> None:
         self.config = SchedulerConfig(
             policy=scheduler_named("fifo"),
@@ -134,7 +134,7 @@ def all_cached(pool: BlockPool) -> BlockPool:
 
 
 def measure(
-    running: int, waiting: Sequence[int], steps: int, warm_up: int, *, shares: bool, eviction: str = "lru"
+    running: int, waiting: Sequence[int], steps: int, warm_up: int, *, shares: bool, eviction: str = "arc"
 ) -> dict[str, report.Figure]:
     """Figures of one number of rows, by number waiting and part."""
     simulations = {count: Simulation(running, count, shares=shares, eviction=eviction) for count in waiting}
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--running", type=int, nargs="+", default=[64, 256, 512], help="rows (default 64 256 512)")
     options.add_argument("--waiting", type=int, nargs="+", default=[0, 1000, 100_000], help="default 0 1000 100000")
     options.add_argument("--steps", type=int, default=2000, help="measured steps of each (default 2000, --quick 100)")
-    options.add_argument("--eviction", choices=EVICTION_MAPPING, default="lru", help="which cached blocks go first")
+    options.add_argument("--eviction", choices=EVICTION_MAPPING, default="arc", help="which cached blocks go first")
     options.add_argument("--no-sharing", action="store_true", help="without prefix caching")
     args = options.parse_args(argv)
     steps, warm_up = (100, 20) if args.quick else (args.steps, 300)

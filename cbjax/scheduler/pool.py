@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rpds import HashTrieMap
 
-from cbjax.scheduler.eviction import LRU, EvictionPolicy
+from cbjax.scheduler.eviction import ARC, EvictionPolicy
 from cbjax.scheduler.eviction_ghosts import Ghosts
 from cbjax.scheduler.eviction_order import FRESH, PROTECTED, EvictionOrder
 from cbjax.scheduler.prefix import Prefix
@@ -46,7 +46,7 @@ class BlockPool:
     ghosts: Ghosts
 
     @classmethod
-    def full(cls, num_blocks: int, *, num_groups: int = 1, policy: EvictionPolicy = LRU) -> BlockPool:
+    def full(cls, num_blocks: int, *, num_groups: int = 1, policy: EvictionPolicy = ARC) -> BlockPool:
         """All of `num_blocks` ids blank; id 0 is handed out first."""
         blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         blank.setflags(write=False)
