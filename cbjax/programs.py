@@ -78,6 +78,7 @@ class ModelDevice:
       slots: the slot state.
       host_tier: where blocks are kept that lose their place; None: nowhere.
       strict: refuse to compile from now on.
+      on_compiled: told the name and the seconds of each program that was compiled.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class ModelDevice:
         self.bind, self.params, self.cache, self.config = bind, params, cache, config
         self.host_tier = host_tier
         self.strict = False
+        self.on_compiled: Callable[[str, float], object] = lambda name, seconds: None
         self.programs: dict[Bucket | str, Program] = {}
         self.slots = self._fresh_slots()
 
@@ -136,6 +138,7 @@ class ModelDevice:
             for done in as_completed(started):
                 key, program = done.result()
                 self.programs[key] = program
+                self.on_compiled(program.name, program.seconds)
                 yield program
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

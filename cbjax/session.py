@@ -55,6 +55,7 @@ class Session:
         )
         host_tier = HostTier(self.machine.host_memory.kind) if resolved.host_blocks else None
         self.device = ModelDevice(lm.bind, lm.params, cache, scheduler, host_tier=host_tier)
+        self.device.on_compiled = lm.tracer.compiled
         self.engine = Engine(
             self.device,
             scheduler,
@@ -62,6 +63,7 @@ class Session:
             vocab_size=lm.vocab_size,
             max_positions=lm.max_positions,
             observers=lm.observers,
+            tracer=lm.tracer,
         )
         self._leaves = jax.tree.leaves(lm.params)
         log.info("session: %s\n%s", self.machine.device, self.resolved.report())

@@ -9,6 +9,10 @@ import numpy as np
 
 from cbjax.scheduler import Bucket, SchedulerState, StepPlan
 
+# The host phases of a step, in order. Between `dispatch` (block copies, the block table, the step itself) and `read`
+# (waits for the answers) the device works, and with steps in flight the phases of later steps lie there.
+PHASES = ("schedule", "build", "dispatch", "account", "read", "update")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class StepRecord:
@@ -39,13 +43,12 @@ class StepRecord:
     @property
     def prefill_tokens(self) -> int:
         """Tokens computed that were known before: prompts, and what a soft reset made to be computed again."""
-        batch = self.plan.batch
-        return int(batch.count[~batch.carried].sum())
+        return self.plan.batch.num_tokens - self.decode_tokens
 
     @property
     def decode_tokens(self) -> int:
         """Rows that computed the one token they drew last."""
-        return int(self.plan.batch.carried.sum())
+        return int(np.count_nonzero(self.plan.batch.carried))
 
     @property
     def rectangle(self) -> int:
