@@ -34,7 +34,7 @@ from cbjax.scheduler import (
     StepResults,
     TableDelta,
 )
-from cbjax.step_record import Observer, StepRecord
+from cbjax.step_record import Observer, RequestIds, StepRecord
 from cbjax.strict import check_int, checked_ids
 from cbjax.tracing import Tracer
 
@@ -274,7 +274,8 @@ class Engine:
 
     def _tell(self, plan: StepPlan, bucket: Bucket, answer: Any) -> None:
         now = time.perf_counter()
-        record = StepRecord(plan=plan, bucket=bucket, state=self.state, request_ids=self._names, dispatched=now)
+        names = RequestIds(self._names)
+        record = StepRecord(plan=plan, bucket=bucket, state=self.state, request_ids=names, dispatched=now)
         for observer in self.observers:
             observer(record)
         self.tracer.dispatched(record, answer)

@@ -44,26 +44,27 @@ class StepListener(Protocol):
 
 
 class Phase:
-    """One host phase: `with` it around the work.
+    """One host phase: `with` it around the work. Only while a profile runs is there an annotation."""
 
-    The annotation is made once and entered again each time, since making one costs more than all the rest.
-    """
-
-    __slots__ = ("_annotation", "_index", "_tracer")
+    __slots__ = ("_annotation", "_index", "_name", "_tracer")
 
     def __init__(self, tracer: Tracer, index: int) -> None:
-        self._tracer, self._index = tracer, index
-        self._annotation = TraceAnnotation(f"cbjax.{PHASES[index]}")
+        self._tracer, self._index, self._name = tracer, index, f"cbjax.{PHASES[index]}"
+        self._annotation: TraceAnnotation | None = None
 
     def __enter__(self) -> None:
-        self._annotation.__enter__()
+        if TraceAnnotation.is_enabled():
+            self._annotation = TraceAnnotation(self._name)
+            self._annotation.__enter__()
         for listener in self._tracer.listeners:
             listener.begin(self._index)
 
     def __exit__(self, *error: object) -> None:
         for listener in self._tracer.listeners:
             listener.end(self._index)
-        self._annotation.__exit__(*error)
+        if self._annotation is not None:
+            self._annotation.__exit__(*error)
+            self._annotation = None
 
 
 class Tracer:
