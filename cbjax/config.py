@@ -9,6 +9,7 @@ from cbjax.sampling.params import SamplingParams, derive_seed
 from cbjax.scheduler import MIN_BLOCK_SIZE, eviction_named, scheduler_named
 from cbjax.strict import check_bool, check_fraction, check_number, rejects_unknown_fields, set_checked_ints
 
+_BOOLS = ("allow_block_sharing", "return_logprobs", "per_request_processors", "batch_invariant", "compilation_cache")
 # Each is a request of its own from the start, so a slip of the keyboard would take minutes to be seen.
 MAX_CONTINUATIONS = 10_000
 
@@ -36,8 +37,8 @@ class ContinuousBatchingConfig:
         same, and without the decode programs (every step runs as a mixed one).
       allow_block_sharing: prefix caching: prompts that begin alike share the full blocks of what they have in common,
         and blocks that nobody holds any more are found again as long as there is room.
-      eviction_policy: which of these go first when there is none: "lru", the one not used for longest, or "lifo", the
-        one given up last.
+      eviction_policy: which of these go first when there is none: "arc", those used only once before those used again,
+        within a share that adapts; "lru", those not used for longest; "lifo", those given up last (docs/eviction.md).
       cpu_offload_space: GiB of host memory that keep the KV blocks of requests which lose theirs, so that these come
         back instead of being computed again. 0: none.
       cpu_offload_space_safety_threshold: fraction of the available main memory that these take at most, above 0.
@@ -49,6 +50,9 @@ class ContinuousBatchingConfig:
       return_logprobs: log-probability of each generated token.
       per_request_processors: sampling settings per request; always possible here, so both values are accepted.
       seed: of requests that have none of their own. None: drawn anew for each call.
+      batch_invariant: a request's tokens and logprobs have the same bits whatever happens around it: batch mates,
+        chunks, cached prefixes, forks, KV offloaded or computed again. Every program is compiled and compared at the
+        first call; one that differs is not used.
       compilation_cache: keep compiled programs on disk between processes.
 
     Raises:
@@ -62,7 +66,7 @@ class ContinuousBatchingConfig:
     max_requests_per_batch: int | None = None
     max_blocks_per_request: int | None = None
     allow_block_sharing: bool = True
-    eviction_policy: str = "lru"
+    eviction_policy: str = "arc"
     use_async_batching: bool | None = None
     use_cuda_graph: bool | None = None
     default_compile_level: int = 0
@@ -74,6 +78,7 @@ class ContinuousBatchingConfig:
     per_request_processors: bool = False
     max_queue_size: int = 0
     seed: int | None = None
+    batch_invariant: bool = False
     compilation_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -91,7 +96,7 @@ class ContinuousBatchingConfig:
                 "cpu_offload_space_safety_threshold must be above 0; got 0: to keep no blocks in host memory, "
                 "leave cpu_offload_space at 0"
             )
-        for name in ("allow_block_sharing", "return_logprobs", "per_request_processors", "compilation_cache"):
+        for name in _BOOLS:
             check_bool(name, getattr(self, name))
         scheduler_named(self.scheduler_type)
         eviction_named(self.eviction_policy)
