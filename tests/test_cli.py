@@ -373,36 +373,3 @@ def test_help_names_every_option_and_imports_no_jax():
 def test_the_package_runs_as_a_module():
     result = subprocess.run([sys.executable, "-m", "cbjax", "--version"], check=False, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, f"cbjax {__version__}\n")
-
-
-# The timeline.
-
-
-def test_a_trace_is_written_and_shown_as_a_table(run, tmp_path):
-    path = tmp_path / "trace.json"
-    status, out, err = run("hello", "--raw", "--trace", path)
-    assert status == 0
-    document = json.loads(path.read_text())
-    assert document["otherData"]["steps"] == sum(event["name"] == "update" for event in document["traceEvents"])
-    assert "of wall clock" in err
-    assert "perfetto" in err
-    assert "wall clock" not in out
-
-
-def test_an_interrupted_run_has_a_trace(run, tmp_path, monkeypatch):
-    def interrupted(lm, inputs, *arguments, **settings):
-        next(lm.stream(inputs[0], GenerationConfig(max_new_tokens=8)))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(CausalLM, "generate_batch", interrupted)
-    status, _, err = run("a", "b", "--raw", "--trace", tmp_path / "trace.json")
-    assert status == 130
-    assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["steps"] == 1
-    assert "interrupted" in err
-
-
-def test_a_trace_that_cannot_be_written_is_told_before_the_model_is_loaded(run, tmp_path):
-    for path, why in ((tmp_path, "that is a folder"), (tmp_path / "no" / "t.json", "its folder does not exist")):
-        status, out, err = run("hello", "--trace", path, model="no such model")
-        assert (status, out) == (1, "")
-        assert err.startswith(f"cbjax: --trace {path}: {why}")
