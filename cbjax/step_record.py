@@ -65,12 +65,13 @@ class StepRecord:
     @property
     def prefill_tokens(self) -> int:
         """Tokens computed that were known before: prompts, and what a soft reset made to be computed again."""
-        return self.plan.batch.num_tokens - self.decode_tokens
+        batch = self.plan.batch
+        return batch.num_tokens - np.count_nonzero(batch.carried)
 
     @property
     def decode_tokens(self) -> int:
         """Rows that computed the one token they drew last."""
-        return int(np.count_nonzero(self.plan.batch.carried))
+        return self.plan.batch.num_tokens - self.prefill_tokens
 
     @property
     def rectangle(self) -> int:

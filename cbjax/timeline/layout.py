@@ -44,12 +44,11 @@ assert _PACKED.size == STEP.itemsize
 def counts_of(record: StepRecord, *, bucket: int, compiled: int) -> list[int]:
     """The values of `COUNTS` as far as they are known when a step is dispatched; 0 for the others."""
     plan, state = record.plan, record.state
-    decode = record.decode_tokens
     return [
         bucket,
         plan.batch.num_rows,
-        plan.batch.num_tokens - decode,
-        decode,
+        record.prefill_tokens,
+        record.decode_tokens,
         0,
         state.config.num_blocks - state.pool.num_free,
         state.num_active,
