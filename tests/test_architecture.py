@@ -22,7 +22,7 @@ FOREIGN = ("torch", "transformers", "tensorflow")
 MAY_IMPORT = {
     "__init__": set(),  # public names are imported when they are first used
     "__main__": {"cli"},
-    "cli": {"__init__", "causal_lm", "config", "recording"},
+    "cli": {"__init__", "causal_lm", "config", "paths", "recording"},
     "causal_lm": {"attention", "checkpoints", "config", "mixin", "models", "step", "strict"},
     "testing": {"causal_lm", "descriptor", "models", "scheduler", "text"},
     "mixin": {
@@ -38,6 +38,8 @@ MAY_IMPORT = {
         "step_record",
         "summary",
         "text",
+        "timeline",
+        "tracing",
     },
     "job": {"config", "engine", "inputs", "requests", "sampling", "session", "submission", "summary"},
     "manager": {"config", "engine", "inputs", "requests", "sampling", "session", "strict", "submission", "text"},
@@ -68,7 +70,10 @@ MAY_IMPORT = {
         "scheduler",
         "step_record",
         "strict",
+        "tracing",
     },
+    "tracing": {"requests", "scheduler", "step_record"},
+    "timeline": {"paths", "requests", "scheduler", "step_record", "strict"},
     "recording": {"__init__", "scheduler"},
     "step_record": {"scheduler"},
     "invariance": {"descriptor", "ladder", "models", "programs", "sampling", "scheduler", "step"},
@@ -203,6 +208,7 @@ def test_the_probe_for_loaded_modules_sees_jax() -> None:
             "inputs",
             "ladder",
             "step_record",
+            "timeline",
             "cli",
         )
     ],
