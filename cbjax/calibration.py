@@ -5,18 +5,19 @@ The one module that knows both sides: the engine is told of no simulation, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cbjax.config import ContinuousBatchingConfig, GenerationConfig
+from cbjax.config import ContinuousBatchingConfig, GenerationConfig, WorkloadHints
 from cbjax.progress import progress
 from cbjax.simulate.cost import LinearCost, StepWork
 from cbjax.simulate.fit import MeasuredStep, fit_cost
 from cbjax.step_record import StepRecord
+from cbjax.strict import check_int
 
 if TYPE_CHECKING:
     from cbjax.ladder import Ladder
@@ -58,6 +59,7 @@ def measure_steps(lm: ContinuousMixin) -> Iterator[list[MeasuredStep]]:
 def measure_cost(
     lm: ContinuousMixin,
     config: ContinuousBatchingConfig | None = None,
+    workload_hints: WorkloadHints | None = None,
     *,
     repeats: int = 2,
     progress_bar: bool = False,
@@ -65,33 +67,34 @@ def measure_cost(
     """Measures what the steps of a model cost on this machine, in every bucket of its ladder.
 
     Random prompts of several lengths run in batches of several sizes, which fill each bucket wholly and in part; EOS
-    ends nobody. Moved blocks are measured as far as `config` has a pool so small that requests lose theirs. Other
-    processes on the machine make the seconds theirs, too: measure when it is quiet.
+    ends nobody. Moved blocks are measured only where requests lose theirs in a pool that small. What other processes
+    take of the machine is measured, too: do it when it is quiet.
 
     Args:
-      config: of the engine to be simulated; None: the model's own, at first the defaults.
+      config, workload_hints: of the engine to be simulated, as in `ContinuousMixin.init_continuous_batching`.
       repeats: of everything.
 
     Raises:
-      As `generate_batch`; ValueError: `repeats` is not at least 1.
+      As `continuous_batching_context_manager`; ValueError: `repeats` is not at least 1.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1; got {repeats}")
-    config = lm.continuous_batching_config if config is None else config
+    check_int("repeats", repeats, minimum=1)
+    generation = GenerationConfig(max_new_tokens=_DECODES, do_sample=False, eos_token_id=-1)
     rng = np.random.default_rng(0)
-    _generate(lm, config, [_prompt(rng, lm, min(128, lm.max_positions - _DECODES))], new_tokens=1)
-    session = lm.session
-    assert session is not None
-    largest = session.resolved.scheduler.max_request_tokens
-    jobs = [sizes for sizes in _jobs(session.resolved.ladder, min(lm.max_positions, largest) - _DECODES)] * repeats
-    # The largest first: the store is made for it, and serves the others.
-    jobs.sort(key=lambda sizes: (sum(sizes), len(sizes)), reverse=True)
-    steps: list[MeasuredStep] = []
-    for sizes in progress(jobs, show=progress_bar, desc="measuring", unit="job"):
-        prompts = [_prompt(rng, lm, size) for size in sizes]
-        with measure_steps(lm) as measured:
-            _generate(lm, config, prompts, new_tokens=_DECODES)
-        steps += measured
+    with lm.continuous_batching_context_manager(generation, config, workload_hints) as manager:
+        assert lm.session is not None
+        resolved = lm.session.resolved
+        longest = min(lm.max_positions, resolved.scheduler.max_request_tokens) - _DECODES
+        if longest < 1:
+            raise ValueError(
+                f"a request must have room for {_DECODES} new tokens beside its prompt; it has {longest + _DECODES} "
+                "tokens in all: raise num_blocks or max_blocks_per_request"
+            )
+        with measure_steps(lm) as steps:
+            jobs = list(_jobs(resolved.ladder, longest)) * repeats
+            for sizes in progress(jobs, show=progress_bar, desc="measuring", unit="job"):
+                names = manager.add_requests([rng.integers(0, lm.vocab_size, size).tolist() for size in sizes])
+                for name in names:
+                    manager.get_result(name)
     return fit_cost(steps)
 
 
@@ -103,9 +106,8 @@ def _jobs(ladder: Ladder, longest: int) -> Iterator[list[int]]:
         for count in sorted({below + (limit - below + 1) // 2, limit}):
             for total in (most // 8, most * _FULL_STEPS):
                 yield [max(1, min(longest, total // count))] * count
-    for below, bucket in pairwise([None, *ladder.mixed]):
-        least = below.tokens if below else 0
-        for total in sorted({least + (bucket.tokens - least + 1) // 2, min(bucket.tokens, most)}):
+    for below, limit in pairwise([0, *(bucket.tokens for bucket in ladder.mixed)]):
+        for total in sorted({below + (limit - below + 1) // 2, min(limit, most)}):
             # One prompt, or as many as it takes.
             yield _split(total, longest)
 
@@ -113,13 +115,3 @@ def _jobs(ladder: Ladder, longest: int) -> Iterator[list[int]]:
 def _split(total: int, longest: int) -> list[int]:
     parts = -(-total // longest)
     return [total // parts] * parts
-
-
-def _prompt(rng: np.random.Generator, lm: ContinuousMixin, size: int) -> list[int]:
-    return rng.integers(0, lm.vocab_size, size).tolist()
-
-
-def _generate(
-    lm: ContinuousMixin, config: ContinuousBatchingConfig, prompts: Sequence[list[int]], *, new_tokens: int
-) -> None:
-    lm.generate_batch(prompts, GenerationConfig(max_new_tokens=new_tokens, eos_token_id=-1, do_sample=False), config)

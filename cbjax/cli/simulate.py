@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cbjax.paths import check_writable, write_whole
 
 if TYPE_CHECKING:
-    from cbjax.scheduler import SchedulerConfig
-    from cbjax.simulate import CostModel, Result, Sweep, Trace
+    from cbjax.simulate import Result, Sweep
 
 EXAMPLE = "example: cbjax simulate chat --rate 20 --num-blocks 1024 2048 4096 --plot pools.png"
 
@@ -27,10 +26,10 @@ def add_parser(commands: Any, name: str) -> None:
         epilog=EXAMPLE,
     )
     add = parser.add_argument
-    add("trace", metavar="TRACE|MODEL", help="a .csv file with the columns prompt_tokens, output_tokens and, unless all "
-        "come at once, arrival_s; a .jsonl file; or a workload model: chat, code, reasoning, agents, few_shot")  # fmt: skip
-    requests = parser.add_argument_group("requests")
-    add = requests.add_argument
+    add("trace", metavar="TRACE|MODEL", help="a .csv file with the columns prompt_tokens, output_tokens and, unless "
+        "all come at once, arrival_s; a .jsonl file; or a workload model: chat, code, reasoning, agents, "
+        "few_shot")  # fmt: skip
+    add = parser.add_argument_group("requests").add_argument
     add("--requests", type=int, metavar="N", help="how many: drawn from a model (default 1000), the first of a trace "
         "(default all)")  # fmt: skip
     add("--rate", type=float, metavar="R", help="requests a second on average (default: as in the trace; those of a "
@@ -44,14 +43,14 @@ def add_parser(commands: Any, name: str) -> None:
         "(default: the scheduler's own)")  # fmt: skip
     add("--offload", type=int, default=0, metavar="N", help="blocks of host memory for requests that lose theirs; "
         "default 0: these are computed again")  # fmt: skip
-    add("--rows", type=int, default=512, metavar="N", help="requests of a step at most (default 512)")
-    add("--max-batch-tokens", type=int, default=8192, metavar="N", help="tokens of a step at most (default 8192)")
+    add("--rows", type=int, metavar="N", help="requests of a step at most (default 512, with --cost as measured)")
+    add("--max-batch-tokens", type=int, metavar="N", help="tokens of a step at most (default 8192, with --cost as "
+        "measured)")  # fmt: skip
     add("--scheduler", choices=("fifo", "prefill_first"), default="fifo", help="scheduling policy (default fifo)")
     add("--eviction", nargs="+", metavar="NAME", help="which cached blocks go first, as eviction_policy of "
         "ContinuousBatchingConfig (default: as there)")  # fmt: skip
     add("--no-sharing", action="store_true", help="without the prefix cache")
-    costs = parser.add_argument_group("seconds of a step")
-    add = costs.add_argument
+    add = parser.add_argument_group("seconds of a step").add_argument
     add("--cost", type=Path, metavar="FILE", help="measured ones, as `cbjax.measure_cost(lm).to_json()` writes them")
     add("--hardware", choices=("a100", "h100", "tpu_v5e", "tpu_v6e"), help="without --cost: from this one's data sheet "
         "(default h100)")  # fmt: skip
@@ -68,11 +67,12 @@ def run(args: argparse.Namespace) -> int:
     """Runs it; 1 if no pool of a sweep holds any request."""
     _check_outputs(args)
 
-    from cbjax.cli.simulate_inputs import config_of, cost_of, trace_of, varied
+    from cbjax.cli.simulate_inputs import config_of, cost_of, measured_of, trace_of, varied
     from cbjax.simulate import run_sweep, simulate
 
-    trace, config = trace_of(args), config_of(args)
-    cost, vary = cost_of(args, config), varied(args)
+    measured = measured_of(args)
+    config = config_of(args, measured)
+    trace, cost, vary = trace_of(args), cost_of(args, config, measured), varied(args)
     result: Result | Sweep
     if vary:
         result = run_sweep(trace, config, vary, cost=cost, processes=args.processes, progress_bar=True)

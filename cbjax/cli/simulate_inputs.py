@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ def trace_of(args: argparse.Namespace) -> Trace:
       UsageError: neither a file nor a workload model, or an option that it has no use for.
       ValueError, OSError: the file is no trace.
     """
+    if args.seed < 0:
+        raise ValueError(f"--seed must be at least 0; got {args.seed}")
     if args.trace in WORKLOADS:
         if args.segment_size is not None:
             raise UsageError(f"--segment-size is of a .jsonl file; {args.trace} is a workload model")
@@ -44,8 +47,27 @@ def trace_of(args: argparse.Namespace) -> Trace:
     return trace.scaled(args.rate) if trace.span else trace.with_poisson_arrivals(args.rate, seed=args.seed)
 
 
-def config_of(args: argparse.Namespace) -> SchedulerConfig:
-    """Pool and scheduler, with the first value of what is varied.
+def measured_of(args: argparse.Namespace) -> LinearCost | None:
+    """The cost model of --cost; None: a data sheet is asked for.
+
+    Raises:
+      UsageError: both.
+      ValueError, OSError: the file has no cost model.
+    """
+    if args.cost is None:
+        return None
+    sizes = {"--hardware": args.hardware, "--parameters": args.parameters, "--kv-bytes": args.kv_bytes}
+    given = [name for name, value in sizes.items() if value is not None]
+    if given:
+        raise UsageError(f"--cost has measured seconds, which leave {' and '.join(given)} without effect; drop one")
+    try:
+        return LinearCost.from_json(args.cost.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--cost {args.cost}: {error}") from None
+
+
+def config_of(args: argparse.Namespace, measured: LinearCost | None) -> SchedulerConfig:
+    """Pool and scheduler, with the first value of what is varied; a step is as large as was `measured`.
 
     Raises:
       UsageError: no such eviction policy.
@@ -55,13 +77,19 @@ def config_of(args: argparse.Namespace) -> SchedulerConfig:
     if unknown:
         raise UsageError(f"--eviction is one of {', '.join(sorted(EVICTION_MAPPING))}; got {', '.join(unknown)}")
     given: dict[str, Any] = {"eviction": args.eviction[0]} if args.eviction else {}
+    known = measured.buckets if measured else {}
+    sizes = {
+        "max_requests_per_batch": (args.rows, max((bucket.rows for bucket in known), default=None)),
+        "max_batch_tokens": (args.max_batch_tokens, max((bucket.tokens for bucket in known), default=None)),
+    }
+    for name, (asked, seen) in sizes.items():
+        if asked is not None or seen is not None:
+            given[name] = seen if asked is None else asked
     config = simulation_config(
         num_blocks=args.num_blocks[0],
         block_size=args.block_size,
         policy=args.scheduler,
         safety_margin=args.margin[0] if args.margin else None,
-        max_batch_tokens=args.max_batch_tokens,
-        max_requests_per_batch=args.rows,
         host_blocks=args.offload,
         shares_blocks=not args.no_sharing,
         **given,
@@ -80,27 +108,24 @@ def varied(args: argparse.Namespace) -> Mapping[str, Sequence[Any]]:
     return {name: values for name, values in distinct.items() if len(values) > 1}
 
 
-def cost_of(args: argparse.Namespace, config: SchedulerConfig) -> LinearCost:
-    """Seconds of a step: measured ones, or a data sheet's.
+def cost_of(args: argparse.Namespace, config: SchedulerConfig, measured: LinearCost | None) -> LinearCost:
+    """Seconds of a step: what was `measured`, else a data sheet's.
 
     Raises:
-      UsageError: both.
-      ValueError, OSError: the file has no cost model; a size is not positive.
+      ValueError: a size is not positive; nothing is known of a step that can come.
     """
-    sizes = {"--hardware": args.hardware, "--parameters": args.parameters, "--kv-bytes": args.kv_bytes}
-    if args.cost is not None:
-        given = [name for name, value in sizes.items() if value is not None]
-        if given:
-            raise UsageError(f"--cost has measured seconds, which need no {' and no '.join(given)}; drop one or other")
-        try:
-            return LinearCost.from_json(args.cost.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"--cost {args.cost}: {error}") from None
+    ladder = make_ladder(max_batch_tokens=config.max_batch_tokens, max_rows=config.max_requests_per_batch)
+    if measured is not None:
+        unknown = [bucket for bucket in ladder.buckets if bucket not in measured.buckets]
+        if unknown:
+            text = ", ".join(map(str, unknown))
+            print(f"cbjax: note: {args.cost} has no measured seconds for {text}; estimated from the others' sizes",
+                file=sys.stderr)  # fmt: skip
+        return measured
     model = LLAMA_3_8B
     if args.parameters is not None:
         parameters = 1e9 * args.parameters
         model = replace(model, name=f"{args.parameters:g}B", parameters=parameters, weight_bytes=2 * parameters)
     if args.kv_bytes is not None:
         model = replace(model, kv_bytes_per_token=args.kv_bytes)
-    ladder = make_ladder(max_batch_tokens=config.max_batch_tokens, max_rows=config.max_requests_per_batch)
     return roofline(ladder, block_size=config.block_size, hardware=HARDWARE[args.hardware or "h100"], model=model)

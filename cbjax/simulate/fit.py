@@ -1,9 +1,9 @@
 """A cost model from measured steps.
 
-A step's seconds are fitted as ``base of its bucket + sum of coefficient x amount``, every coefficient at least 0 (Lawson
-& Hanson, Solving Least Squares Problems, 1974, chapter 23). Errors count relative to what is usual in a bucket, so that
-large steps do not drown small ones, and those far outside the others' spread count less (Huber, Robust Statistics,
-1981, section 7.8): a step that waited for a compiler or for another process says nothing about the next run.
+A step's seconds are fitted as ``base of its bucket + sum of coefficient x amount``, every coefficient at least 0
+(Lawson & Hanson, Solving Least Squares Problems, 1974, chapter 23). Errors count relative to what is usual in a bucket,
+so that large steps do not drown small ones, and those far outside the others' spread count less (Huber, Robust
+Statistics, 1981, section 7.8): a step that waited for a compiler or for another process says little about another run.
 """
 
 from __future__ import annotations
