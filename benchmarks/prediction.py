@@ -10,9 +10,11 @@ answer, warm-up not counted.
 from __future__ import annotations
 
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,26 +64,32 @@ def ragged(count: int, *, prompt: Sequence[int], output: Sequence[int], seed: in
 
 
 def run_engine(lm: CausalLM, trace: Trace, config: ContinuousBatchingConfig) -> EngineRun:
-    """The trace through an engine whose pool is empty; its programs are compiled before."""
+    """The trace through an engine whose pool is empty, as it is when a recording begins; programs are compiled before."""
     from cbjax import GenerationConfig, measure_steps
 
-    lm.close()
     prompts = [trace.prompt(i, lm.vocab_size).tolist() for i in range(len(trace))]
     lengths = trace.output_tokens.tolist()
     asked = [GenerationConfig(max_new_tokens=n, eos_token_id=-1, do_sample=False) for n in lengths]
-    with lm.recording() as records, measure_steps(lm) as steps:
-        lm.generate_batch(prompts, asked, config)
+    with tempfile.TemporaryDirectory() as folder, lm.record_to(Path(folder) / "run.cbjax"):
+        with lm.recording() as records, measure_steps(lm) as steps:
+            lm.generate_batch(prompts, asked, config)
     assert lm.summary is not None
     assert lm.session is not None
     resolved = lm.session.resolved
     return EngineRun(
         scheduler=resolved.scheduler,
         ladder=resolved.ladder,
-        batches=[record.plan.batch for record in records],
+        batches=_renumbered([record.plan.batch for record in records]),
         steps=steps,
         seconds=lm.summary.seconds,
         evictions=lm.summary.soft_resets + lm.summary.offloads,
     )
+
+
+def _renumbered(batches: Sequence[Batch]) -> list[Batch]:
+    """With the run's first request as number 0: an engine goes on counting from run to run."""
+    first = min(int(batch.uid.min()) for batch in batches)
+    return [replace(batch, uid=batch.uid - first) for batch in batches]
 
 
 def predict(trace: Trace, run: EngineRun, cost: LinearCost) -> tuple[list[Batch], float]:

@@ -85,9 +85,9 @@ def config(num_blocks, **settings):
 
 POOLS = {"chat": (64, 128, 256, 512), "agents": (256, 512, 1024, 2048), "reasoning": (96, 192, 384, 768)}
 traces = {
-    "chat": small("chat", 60, rate=20, most_blocks=64),
-    "agents": small("agents", 40, rate=4, most_blocks=256),
-    "reasoning": small("reasoning", 40, rate=20, most_blocks=96),
+    "chat": small("chat", 40, rate=20, most_blocks=64),
+    "agents": small("agents", 28, rate=4, most_blocks=256),
+    "reasoning": small("reasoning", 28, rate=20, most_blocks=96),
 }
 for name, trace in traces.items():
     blocks = -(-trace.num_cells // BLOCK_SIZE)
@@ -153,7 +153,7 @@ plt.show()
 # requests may not take, kept for those that run and grow.
 
 # %%
-MARGINS = (0.0, 0.1, 0.25, 0.5)
+MARGINS = (0.0, 0.2, 0.5)
 by_margin = {
     name: [simulate(trace, config(POOLS[name][0], safety_margin=margin)) for margin in MARGINS]
     for name, trace in traces.items()
@@ -187,7 +187,7 @@ plt.show()
 # later.
 
 # %%
-RESERVES = (0.0, 0.15, 0.3, 0.6)
+RESERVES = (0.0, 0.15, 0.5)
 workloads = {"short": SHORT, "long": LONG}
 model = {name: [reserve_model(each, reserve) for reserve in RESERVES] for name, each in workloads.items()}
 real = {name: [reserve_in_scheduler(each, reserve) for reserve in RESERVES] for name, each in workloads.items()}
@@ -215,10 +215,10 @@ plt.show()
 # requests, to the end.
 
 # %%
-arrival = np.arange(0, 200, LONG.every)
+arrival = np.arange(0, 150, LONG.every)
 long_trace = make_trace(arrival, np.full(len(arrival), LONG.prompt), np.full(len(arrival), LONG.generated), name="long")
 cures = {}
-for label, blocks, margin in (("64 blocks", 64, 0.0), ("64 blocks, reserve 15%", 64, 0.15), ("160 blocks", 160, 0.0)):
+for label, blocks, margin in (("64 blocks", 64, 0.0), ("64 blocks, reserve 15%", 64, 0.15), ("128 blocks", 128, 0.0)):
     pool = simulation_config(num_blocks=blocks, block_size=256, safety_margin=margin, shares_blocks=False)
     cures[label] = simulate(long_trace, pool, cost=ConstantCost(step=1.0))
 
@@ -227,7 +227,7 @@ for label, run in cures.items():
     axes.plot(
         run.timeline.seconds, run.timeline.live, label=f"{label}: {run.evictions} evictions, {run.num_steps} steps"
     )
-axes.set(title="Blocks held, 40 long requests", xlabel="step", ylabel="blocks")
+axes.set(title="Blocks held, 30 long requests", xlabel="step", ylabel="blocks")
 axes.legend(fontsize=8)
 plt.show()
 
@@ -241,8 +241,8 @@ plt.show()
 
 # %%
 shared = {
-    "agents": (small("agents", 50, rate=0.5, most_blocks=512), (1024, 2048, 4096)),
-    "few_shot": (small("few_shot", 150, rate=20, most_blocks=256), (256, 512, 1024)),
+    "agents": (small("agents", 40, rate=0.5, most_blocks=512), (1024, 2048, 4096)),
+    "few_shot": (small("few_shot", 100, rate=20, most_blocks=256), (256, 512)),
 }
 policies = sorted(EVICTION_MAPPING)
 cached = {
@@ -273,11 +273,11 @@ plt.show()
 # %%
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "mine.csv"
-    mine = workload_named("chat").sample(40, rate=10, seed=7)
+    mine = workload_named("chat").sample(30, rate=10, seed=7)
     columns = zip(mine.arrival, mine.prompt_tokens, mine.output_tokens, strict=True)
     lines = [f"{when:.3f},{prompt},{output}" for when, prompt, output in columns]
     path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *lines]))
-    sweep = run_sweep(read_trace(path), simulation_config(num_blocks=256), {"num_blocks": [256, 384, 512, 768]})
+    sweep = run_sweep(read_trace(path), simulation_config(num_blocks=192), {"num_blocks": [192, 256, 384]})
 print(sweep)
 
 good = [point for point in sweep.points if point.result is not None and point.result.quantiles()["waiting"][1] < 2]
@@ -288,7 +288,7 @@ print(f"\nthe smallest of these: {smallest} blocks, {smallest * 64:,} tokens")
 # In a shell, with a picture:
 #
 # ```bash
-# cbjax simulate mine.csv --num-blocks 256 384 512 768 --margin 0 0.15 0.3 --plot pools.png
+# cbjax simulate mine.csv --num-blocks 192 256 384 --margin 0 0.15 0.3 --plot pools.png
 # ```
 #
 # The counts (steps, admissions, evictions, hits) are exact as long as the order of events is: they come from the same

@@ -71,7 +71,7 @@ def test_the_steps_of_a_run_add_up_to_its_time(lm):
 
 
 def test_the_cost_of_a_model_has_every_bucket_of_its_ladder(lm):
-    config = ContinuousBatchingConfig(**settings(max_blocks_per_request=24, max_batch_tokens=128))
+    config = ContinuousBatchingConfig(**settings(max_blocks_per_request=24))
     cost = measure_cost(lm, config, WorkloadHints(max_prompt_length=64, num_requests=8), repeats=1)
     assert lm.session is not None
     assert cost.buckets.keys() == set(lm.session.resolved.ladder.buckets)
