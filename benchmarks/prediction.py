@@ -64,15 +64,19 @@ def ragged(count: int, *, prompt: Sequence[int], output: Sequence[int], seed: in
 
 
 def run_engine(lm: CausalLM, trace: Trace, config: ContinuousBatchingConfig) -> EngineRun:
-    """The trace through an engine whose pool is empty, as it is when a recording begins; programs are compiled before."""
+    """The trace through an engine whose pool is empty, as it is when a recording begins."""
     from cbjax import GenerationConfig, measure_steps
 
     prompts = [trace.prompt(i, lm.vocab_size).tolist() for i in range(len(trace))]
     lengths = trace.output_tokens.tolist()
     asked = [GenerationConfig(max_new_tokens=n, eos_token_id=-1, do_sample=False) for n in lengths]
-    with tempfile.TemporaryDirectory() as folder, lm.record_to(Path(folder) / "run.cbjax"):
-        with lm.recording() as records, measure_steps(lm) as steps:
-            lm.generate_batch(prompts, asked, config)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        lm.record_to(Path(folder) / "run.cbjax"),
+        lm.recording() as records,
+        measure_steps(lm) as steps,
+    ):
+        lm.generate_batch(prompts, asked, config)
     assert lm.summary is not None
     assert lm.session is not None
     resolved = lm.session.resolved
