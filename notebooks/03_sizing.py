@@ -40,8 +40,9 @@ if "google.colab" in sys.modules:  # elsewhere nothing is installed
 #   (after ServeGen's clients of deepseek-r1).
 #
 # So that this notebook runs in seconds, everything is made a sixteenth: lengths, times between arrivals, and blocks,
-# which have 4 tokens in place of 64. A request still takes as many blocks. Requests that the smallest pool below
-# could not hold are left out, so that every pool serves the same ones.
+# which have 4 tokens in place of 64. A request still takes as many blocks, and times are shown as they come to at
+# full size, roughly. Requests that the smallest pool below could not hold are left out, so that every pool serves the
+# same ones.
 
 # %%
 import tempfile
@@ -109,7 +110,7 @@ COLOURS = {"chat": "#0072B2", "agents": "#E69F00", "reasoning": "#009E73"}
 
 
 def first_token(result):
-    """Seconds at full size until nine of ten requests have their first token."""
+    """Seconds, roughly as at full size, until nine of ten requests have their first token."""
     return SHRINK * result.quantiles()["first_token"][1]
 
 
@@ -211,8 +212,8 @@ plt.show()
 # %% [markdown]
 # With short answers a reserve of 15% is enough, since everyone needs one more block: the loss model has no eviction
 # left, and it pays with a fifth of its admissions. With long ones the same reserve only *delays* the first eviction,
-# from step 187 to 212 in the model and from 438 to 463 in the scheduler. What cures is capacity: the same long
-# requests, to the end.
+# from step 187 to 212 in the model and from 438 to 463 in the scheduler. What cures is capacity: thirty
+# of the long requests, to the end.
 
 # %%
 arrival = np.arange(0, 150, LONG.every)

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "__init__": set(),  # public names are imported when they are first used
     "__main__": {"cli"},
     "cli": {"__init__", "causal_lm", "config", "ladder", "paths", "recording", "scheduler", "simulate"},
-    "calibration": {"config", "ladder", "mixin", "progress", "simulate", "step_record", "strict"},
+    "calibration": {"config", "progress", "simulate", "step_record", "strict"},
     "causal_lm": {"attention", "checkpoints", "config", "mixin", "models", "step", "strict"},
     "testing": {"causal_lm", "descriptor", "models", "scheduler", "text"},
     "mixin": {
