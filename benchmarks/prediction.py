@@ -128,6 +128,7 @@ def measure(lm: CausalLM, args: Namespace, kind: str) -> dict[str, report.Figure
         max_batch_tokens=args.max_batch_tokens,
         max_requests_per_batch=args.requests,
         safety_margin=args.margin,
+        use_async_batching=False,  # a simulation reads each step's answers before the next
         cpu_offload_space=args.offload_space if kind == OFFLOAD else 0.0,
     )
     traces = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ def measure_steps(lm: ContinuousMixin) -> Iterator[list[MeasuredStep]]:
     their sum is the time of a run, with nothing left out. A call's last step has no next one and is not in the list,
     nor is the time between calls.
 
-    Steps are measured as they run one after another, each read before the next is scheduled.
+    A run in which steps overlap (`use_async_batching`) tells of the pace of its steps, not of what each takes.
     """
     steps: list[MeasuredStep] = []
     records: list[tuple[StepWork, float, frozenset[int]]] = []
@@ -68,7 +69,8 @@ def measure_cost(
 
     Random prompts of several lengths run in batches of several sizes, which fill each bucket wholly and in part; EOS
     ends nobody. Moved blocks are measured only where requests lose theirs in a pool that small. What other processes
-    take of the machine is measured, too: do it when it is quiet.
+    take of the machine is measured, too: do it when it is quiet. Steps run one after another, `use_async_batching` or
+    not, as they do in a simulation.
 
     Args:
       config, workload_hints: of the engine to be simulated, as in `ContinuousMixin.init_continuous_batching`.
@@ -79,6 +81,7 @@ def measure_cost(
     """
     check_int("repeats", repeats, minimum=1)
     generation = GenerationConfig(max_new_tokens=_DECODES, do_sample=False, eos_token_id=-1)
+    config = replace(config or lm.continuous_batching_config, use_async_batching=False)
     rng = np.random.default_rng(0)
     with lm.continuous_batching_context_manager(generation, config, workload_hints) as manager:
         assert lm.session is not None

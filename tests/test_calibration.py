@@ -19,6 +19,7 @@ BATCHING = ContinuousBatchingConfig(
     max_batch_tokens=32,
     max_requests_per_batch=8,
     safety_margin=0.0,
+    use_async_batching=False,
     compilation_cache=False,
 )
 
