@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from cbjax import cli
+from cbjax.simulate import LinearCost
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,6 +40,9 @@ def test_the_example_of_a_measured_cost_runs_and_a_simulation_takes_it(tmp_path,
     assert source.count("assert ") == 1
     names = {}
     exec(compile(source, "docs/sizing.md", "exec"), names)
+    assert min(names["cost"].buckets.values()) > 0
+    assert LinearCost.from_json(Path("cost.json").read_text()) == names["cost"]
+    assert names["lm"].manager is None
     names["lm"].close()
     Path("mine.csv").write_text("prompt_tokens,output_tokens\n20,5\n30,9\n")
     commands = [line for block in code_blocks("docs/sizing.md", "bash") for line in block.splitlines()]
