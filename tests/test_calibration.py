@@ -1,4 +1,4 @@
-"""Steps of the engine, measured, and a run that was predicted. The example in docs/sizing.md measures a whole ladder."""
+"""Steps of the engine, measured, and a predicted run. The example in docs/sizing.md measures a whole ladder."""
 
 import time
 from itertools import pairwise
