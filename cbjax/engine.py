@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from cbjax.accounting import EngineStats, count_step
 from cbjax.descriptor import BatchDescriptor, Bucket, build
 from cbjax.ladder import Ladder
 from cbjax.recording import LiveScheduler
 from cbjax.requests import RequestState, RequestStatus
 from cbjax.sampling import SamplingParams
 from cbjax.scheduler import (
-    Admission,
     Offload,
     Request,
     Restore,
@@ -67,31 +66,6 @@ class Device(Protocol):
     def recover(self) -> None:
         """After an abort, with no request alive: sound arrays, and no copy in host memory."""
         ...
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since the engine was made.
-
-    Attributes:
-      steps: by bucket.
-      prompt_tokens, cached_tokens: of requests when they were first admitted; those of them found in the prefix cache.
-      prefill_tokens, recomputed_tokens: tokens computed that were known; those computed again after a soft reset.
-      soft_resets, offloads: requests that lost their blocks and their KV; those whose KV went to host memory.
-      offloaded_blocks, restored_blocks: copied to host memory, and back.
-      peak_blocks: most blocks held at one time.
-    """
-
-    steps: Counter[Bucket] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    prefill_tokens: int = 0
-    recomputed_tokens: int = 0
-    soft_resets: int = 0
-    offloads: int = 0
-    offloaded_blocks: int = 0
-    restored_blocks: int = 0
-    peak_blocks: int = 0
 
 
 class Engine:
@@ -257,7 +231,7 @@ class Engine:
             self.device.copy_blocks(plan.copies.sources, plan.copies.destinations)
         self.device.update_table(plan.table)
         self._in_flight.append((plan, self.device.forward(descriptor, bucket)))
-        self._account(plan, bucket)
+        count_step(self.stats, plan, bucket, self.state, self.alive)
         if self.observers:
             self._tell(plan, bucket)
 
@@ -267,41 +241,6 @@ class Engine:
         record = StepRecord(plan=plan, bucket=bucket, state=self.state, request_ids=request_ids, dispatched=now)
         for observer in self.observers:
             observer(record)
-
-    def _account(self, plan: StepPlan, bucket: Bucket) -> None:
-        stats, batch, now = self.stats, plan.batch, time.perf_counter()
-        stats.steps[bucket] += 1
-        stats.prefill_tokens += int(batch.count[~batch.carried].sum())
-        stats.peak_blocks = max(stats.peak_blocks, self.state.config.num_blocks - self.state.pool.num_free)
-        for reset in plan.soft_resets:
-            request = self.alive[reset.uid]
-            request.status = RequestStatus.PENDING
-            request.num_soft_resets += 1
-            request.num_lost_tokens = reset.num_tokens
-            stats.soft_resets += 1
-        for offload in plan.offloads:
-            request = self.alive[offload.uid]
-            request.status = RequestStatus.PENDING
-            request.num_offloads += 1
-            request.num_lost_tokens = 0
-            stats.offloads += 1
-            stats.offloaded_blocks += len(offload.blocks)
-        stats.restored_blocks += sum(len(restore.blocks) for restore in plan.restores)
-        for admission in plan.admitted:
-            self._count_admission(self.alive[admission.uid], admission)
-        for uid in batch.uid[~batch.carried].tolist():
-            request = self.alive[uid]
-            request.status = RequestStatus.PREFILLING
-            request.started = request.started or now
-
-    def _count_admission(self, request: RequestState, admission: Admission) -> None:
-        if admission.incarnation:
-            self.stats.recomputed_tokens += max(0, request.num_lost_tokens - admission.num_cached)
-            return
-        request.num_cached_tokens = admission.num_cached
-        if not admission.num_forked:  # a prompt with several continuations counts once
-            self.stats.prompt_tokens += len(request.prompt)
-            self.stats.cached_tokens += admission.num_cached
 
     def _collect(self) -> list[RequestState]:
         plan, answer = self._in_flight[0]

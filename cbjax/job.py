@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from cbjax.accounting import EngineStats
 from cbjax.config import ContinuousBatchingConfig
-from cbjax.engine import EngineStats
 from cbjax.inputs import Prepared, hints_of
 from cbjax.requests import GenerationOutput, RequestState, RequestStatus
 from cbjax.sampling import derive_seed

@@ -21,7 +21,6 @@ from cbjax.manager import ContinuousBatchingManager
 from cbjax.progress import progress
 from cbjax.recording import RecordingWriter
 from cbjax.requests import GenerationOutput, RequestStatus
-from cbjax.resolve import for_call
 from cbjax.session import Session, rounded, session_key
 from cbjax.step_record import Observer, StepRecord
 from cbjax.summary import RunSummary
@@ -133,11 +132,12 @@ class ContinuousMixin:
                 detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
                 text, told = "", 0
                 for (request,) in filter(None, job.steps()):
-                    if detokenizer:
-                        text += detokenizer.add(request.generated_tokens[told:])
-                        told = len(request.generated_tokens)
-                    if request.status < RequestStatus.FINISHED:
-                        yield request.snapshot(text)
+                    # The last token comes with the terminal output.
+                    new = request.generated_tokens[told:]
+                    for token in new[:-1] if request.status >= RequestStatus.FINISHED else new:
+                        told += 1
+                        text += detokenizer.add([token]) if detokenizer else ""
+                        yield request.after(told, text)
             last = next(iter(self.last_outputs.values()))
         yield last
 
@@ -322,7 +322,7 @@ class ContinuousMixin:
         """The session that is there, if it is as good as a new one for `hints`; else a new one, made for `sizes`."""
         session = self._session
         if session is not None and session.key == session_key(config) and session.covers(hints, open_ended=open_ended):
-            session.resolved = for_call(session.resolved, config)
+            session.adopt(config)
         else:
             if session is not None:
                 why = "a larger workload" if session.key == session_key(config) else "other settings"

@@ -19,7 +19,7 @@ from cbjax.engine import Engine
 from cbjax.machine import MachineFacts, machine_facts
 from cbjax.programs import ModelDevice, Program
 from cbjax.progress import progress
-from cbjax.resolve import Decision, ModelFacts, ResolvedConfig, resolve
+from cbjax.resolve import Decision, ModelFacts, ResolvedConfig, for_call, resolve
 from cbjax.scheduler import blocks_for, held_together
 
 if TYPE_CHECKING:
@@ -61,10 +61,20 @@ class Session:
             resolved.ladder,
             vocab_size=lm.vocab_size,
             max_positions=lm.max_positions,
+            depth=resolved.overlap.depth,
             observers=lm.observers,
         )
         self._leaves = jax.tree.leaves(lm.params)
         log.info("session: %s\n%s", self.machine.device, self.resolved.report())
+
+    def adopt(self, config: ContinuousBatchingConfig) -> None:
+        """Goes on under a config of the same `session_key`; no request is alive.
+
+        Raises:
+          ValueError: it asks for what cannot be; nothing changes.
+        """
+        self.resolved = for_call(self.resolved, config, self.machine)
+        self.engine.depth = self.resolved.overlap.depth
 
     def covers(self, hints: WorkloadHints, *, open_ended: bool = False) -> bool:
         """Whether this session is as good as a new one for such a workload.
@@ -130,7 +140,7 @@ class Session:
 
 def session_key(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
     """The config without what a session does not depend on."""
-    return replace(config, seed=None, return_logprobs=False)
+    return replace(config, seed=None, return_logprobs=False, use_async_batching=None, async_depth=None)
 
 
 def layer_groups_decision(groups: LayerGroups) -> Decision:

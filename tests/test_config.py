@@ -31,7 +31,7 @@ BATCHING_DEFAULTS = {
     "per_request_processors": False,
     "max_queue_size": 0,
 }
-OWN_DEFAULTS = {"eviction_policy": "lru", "seed": None, "compilation_cache": True}
+OWN_DEFAULTS = {"async_depth": None, "eviction_policy": "lru", "seed": None, "compilation_cache": True}
 GENERATION_DEFAULTS = {
     "max_new_tokens": 20,
     "do_sample": None,
@@ -118,7 +118,6 @@ def test_values_at_the_ends_of_their_ranges_are_accepted(scheduler_type, margin)
 @pytest.mark.parametrize(
     "off",
     [
-        {"use_async_batching": False},
         {"use_cuda_graph": False},
         {"default_compile_level": 0},
         {"per_request_processors": True},

@@ -11,7 +11,8 @@ from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbjax.engine import Engine, EngineStats
+from cbjax.accounting import EngineStats
+from cbjax.engine import Engine
 from cbjax.manager.entry import Entry
 from cbjax.manager.ledger import Ledger
 from cbjax.requests import RequestState, RequestStatus
@@ -156,8 +157,7 @@ class Loop:
 
     def tell(self, entry: Entry) -> None:
         """Tells the entry's handler what it has not been told."""
-        output = self._ledger.next_for_handler(entry)
-        if output is not None and entry.handler is not None:
+        while entry.handler is not None and (output := self._ledger.next_for_handler(entry)) is not None:
             entry.handler(output)
 
     # The thread.
