@@ -16,7 +16,8 @@ class EngineStats:
     """Counts since the engine was made.
 
     Attributes:
-      steps: by bucket.
+      steps: dispatches, by bucket.
+      windows: those of more than one step, by their number of steps.
       prompt_tokens, cached_tokens: of requests when they were first admitted; those of them found in the prefix cache.
       prefill_tokens, recomputed_tokens: tokens computed that were known; those computed again after a soft reset.
       soft_resets, offloads: requests that lost their blocks and their KV; those whose KV went to host memory.
@@ -25,6 +26,7 @@ class EngineStats:
     """
 
     steps: Counter[Bucket] = field(default_factory=Counter)
+    windows: Counter[int] = field(default_factory=Counter)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefill_tokens: int = 0
@@ -42,6 +44,8 @@ def count_step(
     """A step that was dispatched; `state` is the scheduler's once it was planned, `alive` every request by uid."""
     batch, now = plan.batch, time.perf_counter()
     stats.steps[bucket] += 1
+    if batch.window > 1:
+        stats.windows[batch.window] += 1
     stats.prefill_tokens += int(batch.count[~batch.carried].sum())
     stats.peak_blocks = max(stats.peak_blocks, state.config.num_blocks - state.pool.num_free)
     for reset in plan.soft_resets:

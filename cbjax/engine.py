@@ -2,7 +2,7 @@
 
 One thread runs it. Everything that touches the KV store is dispatched in plan order, and data dependency on the store
 orders the rest, so blocks freed by one step can be used by the next. Up to `depth` steps stay in flight; their answers
-are read in order.
+are read in order. Where nothing is lost by it, one dispatch is a window of several decode steps.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from cbjax.accounting import EngineStats, count_step
 from cbjax.descriptor import BatchDescriptor, Bucket, build
 from cbjax.ladder import Ladder
+from cbjax.pace import Pace
 from cbjax.recording import LiveScheduler
 from cbjax.requests import RequestState, RequestStatus
 from cbjax.sampling import SamplingParams
@@ -44,7 +45,7 @@ class Device(Protocol):
     def update_table(self, delta: TableDelta) -> None: ...
 
     def forward(self, batch: BatchDescriptor, bucket: Bucket) -> Any:
-        """Answers with `tokens`, `logprobs` and `finite`, one per row of the bucket."""
+        """Answers with `tokens`, `logprobs` and `finite`: [steps, rows of the bucket], at least the batch's window."""
         ...
 
     def offload(self, offload: Offload) -> None:
@@ -75,6 +76,8 @@ class Engine:
       scheduler: its state, and whoever records what it is given.
       alive: requests that have not ended, by uid, in order of submission.
       stats: counts.
+      depth: dispatches in flight while the next one is planned.
+      pace: how many steps a dispatch may have.
       observers: called with each step's record once it is dispatched; one that raises stops the engine.
     """
 
@@ -87,9 +90,11 @@ class Engine:
         vocab_size: int,
         max_positions: int,
         depth: int = 0,
+        pace: Pace | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        self.device, self.ladder, self.depth = device, ladder, depth
+        self.device, self.ladder = device, ladder
+        self.depth, self.pace = depth, pace or Pace()
         self.observers = observers
         self.vocab_size, self.max_positions = vocab_size, max_positions
         self.scheduler = LiveScheduler(config)
@@ -97,7 +102,7 @@ class Engine:
         self.stats = EngineStats()
         self._by_id: dict[str, RequestState] = {}
         self._uids = itertools.count()
-        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # plan, answer, when it was dispatched
 
     @property
     def state(self) -> SchedulerState:
@@ -205,12 +210,12 @@ class Engine:
         return not self.alive and not self._in_flight
 
     def step(self) -> list[RequestState]:
-        """Runs one step, and reads the answers that are due.
+        """Runs one step or window, and reads the answers that are due.
 
         Returns:
           Requests that gained a token or ended, each once.
         """
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.pace.window() if self.ladder.decode else 1)
         if not plan.is_empty:
             self._dispatch(plan)
         touched: dict[int, RequestState] = {}
@@ -230,7 +235,8 @@ class Engine:
         if len(plan.copies):
             self.device.copy_blocks(plan.copies.sources, plan.copies.destinations)
         self.device.update_table(plan.table)
-        self._in_flight.append((plan, self.device.forward(descriptor, bucket)))
+        dispatched = time.perf_counter()
+        self._in_flight.append((plan, self.device.forward(descriptor, bucket), dispatched))
         count_step(self.stats, plan, bucket, self.state, self.alive)
         if self.observers:
             self._tell(plan, bucket)
@@ -243,14 +249,16 @@ class Engine:
             observer(record)
 
     def _collect(self) -> list[RequestState]:
-        plan, answer = self._in_flight[0]
-        rows = plan.batch.num_rows
+        plan, answer, dispatched = self._in_flight[0]
+        window, rows = plan.batch.window, plan.batch.num_rows
         outputs = StepOutputs(
-            tokens=np.asarray(answer.tokens)[:rows],
-            logprobs=np.asarray(answer.logprobs)[:rows],
-            finite=np.asarray(answer.finite)[:rows],
+            tokens=np.asarray(answer.tokens)[:window, :rows],
+            logprobs=np.asarray(answer.logprobs)[:window, :rows],
+            finite=np.asarray(answer.finite)[:window, :rows],
         )
         self._in_flight.popleft()
+        if plan.batch.num_tokens == rows:
+            self.pace.measure(window, dispatched=dispatched, read=time.perf_counter())
         return self._deliver(self.scheduler.update(plan, outputs))
 
     def _deliver(self, results: StepResults) -> list[RequestState]:

@@ -12,7 +12,7 @@ from cbjax.scheduler import Bucket, SchedulerState, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class StepRecord:
-    """A step as it was dispatched.
+    """A step, or a window of them, as it was dispatched.
 
     Attributes:
       plan: who computed what, who lost its blocks for it.
@@ -44,8 +44,8 @@ class StepRecord:
 
     @property
     def decode_tokens(self) -> int:
-        """Rows that computed the one token they drew last."""
-        return int(self.plan.batch.carried.sum())
+        """Computed by rows that went on with the token they drew last, over all steps of a window."""
+        return self.plan.batch.num_computed - self.prefill_tokens
 
     @property
     def rectangle(self) -> int:
