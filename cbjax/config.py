@@ -9,6 +9,7 @@ from cbjax.sampling.params import SamplingParams, derive_seed
 from cbjax.scheduler import MIN_BLOCK_SIZE, eviction_named, scheduler_named
 from cbjax.strict import check_bool, check_fraction, check_number, rejects_unknown_fields, set_checked_ints
 
+_BOOLS = ("allow_block_sharing", "return_logprobs", "per_request_processors", "batch_invariant", "compilation_cache")
 # Each is a request of its own from the start, so a slip of the keyboard would take minutes to be seen.
 MAX_CONTINUATIONS = 10_000
 
@@ -55,6 +56,9 @@ class ContinuousBatchingConfig:
       return_logprobs: log-probability of each generated token.
       per_request_processors: sampling settings per request; always possible here, so both values are accepted.
       seed: of requests that have none of their own. None: drawn anew for each call.
+      batch_invariant: a request's tokens and logprobs have the same bits whatever happens around it: batch mates,
+        chunks, cached prefixes, forks, KV offloaded or computed again. Every program is compiled and compared at the
+        first call; one that differs is not used.
       compilation_cache: keep compiled programs on disk between processes.
 
     Raises:
@@ -81,6 +85,7 @@ class ContinuousBatchingConfig:
     per_request_processors: bool = False
     max_queue_size: int = 0
     seed: int | None = None
+    batch_invariant: bool = False
     compilation_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -110,7 +115,7 @@ class ContinuousBatchingConfig:
                 "cpu_offload_space_safety_threshold must be above 0; got 0: to keep no blocks in host memory, "
                 "leave cpu_offload_space at 0"
             )
-        for name in ("allow_block_sharing", "return_logprobs", "per_request_processors", "compilation_cache"):
+        for name in _BOOLS:
             check_bool(name, getattr(self, name))
         scheduler_named(self.scheduler_type)
         eviction_named(self.eviction_policy)

@@ -54,19 +54,32 @@ class Job:
         self.session.use(self.lm.params)
         before = len(self.session.device.programs)
         try:
-            if warmup:
+            if warmup or self.config.batch_invariant:
                 self._warmup(progress_bar)
             self.started = time.perf_counter()
             self._submit()
             yield
         except BaseException as error:
-            if isinstance(error, Exception):
+            if isinstance(error, GeneratorExit):
+                self._cancel()
+            elif isinstance(error, Exception):
                 self.engine.abort(RequestStatus.FAILED, "failed", f"the engine stopped: {error}")
-            else:  # an interrupt, or a stream that was closed
+            else:
                 self.engine.abort(RequestStatus.CANCELLED, "cancelled", "interrupted")
             raise
         finally:
             self._finish(before)
+
+    def _cancel(self) -> None:
+        """After a stream was closed, which is between two steps: its request goes, and what is cached stays."""
+        try:
+            for request in self.requests:
+                self.engine.cancel(request.request_id)
+            for _ in self.steps():
+                pass
+        except BaseException:
+            self.engine.abort(RequestStatus.CANCELLED, "cancelled", "interrupted")
+            raise
 
     def _warmup(self, progress_bar: bool) -> None:
         max_tokens = max_request_tokens(self.config)

@@ -6,7 +6,8 @@ by rows (2, 8, 16, 32, ...; at least 2, since matrix products of one row take ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
 from cbjax.scheduler import Batch, Bucket
 
@@ -36,6 +37,11 @@ class Ladder:
             if bucket.fits(batch):
                 return bucket
         raise ValueError(f"{batch.num_rows} rows with {batch.num_tokens} tokens fit no bucket of the ladder")
+
+    def only(self, kept: Container[Bucket]) -> Ladder:
+        """The ladder without the buckets that are not in `kept`: what they held takes the next larger one."""
+        decode, mixed = (tuple(b for b in buckets if b in kept) for buckets in (self.decode, self.mixed))
+        return replace(self, decode=decode, mixed=mixed)
 
     def reachable(self, *, num_requests: int, num_tokens: int) -> tuple[Bucket, ...]:
         """Buckets that a job of `num_requests` requests can come to need.

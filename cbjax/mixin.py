@@ -82,7 +82,8 @@ class ContinuousMixin:
           generation_config: one for all, or one per prompt; None: the model's own.
           continuous_batching_config: how to batch; None: the model's own, at first the defaults.
           progress_bar: show progress of compiling and of the requests.
-          warmup: compile what the job can reach before it starts, so that no step waits for a compiler.
+          warmup: compile what the job can reach before it starts, so that no step waits for a compiler. With
+            `batch_invariant` the first call compiles and compares every program, whatever is given here.
           request_ids: a name for each prompt; None: "req_0", "req_1", ... over the life of the model. Further
             continuations of a prompt (`num_return_sequences`) follow it as "<its name>__child#1", ...
 
@@ -91,7 +92,7 @@ class ContinuousMixin:
 
         Raises:
           TypeError, ValueError: the call as a whole cannot be served (no list, a pool larger than the memory, ...).
-          RuntimeError: a manager of this model is running.
+          RuntimeError: a manager of this model is running, or `batch_invariant` was asked for and no program has it.
         """
         with self._exclusive():
             job = self._job(inputs, generation_config, continuous_batching_config, request_ids)

@@ -34,6 +34,7 @@ from cbjax.cache import (
 )
 from cbjax.descriptor import BatchDescriptor, Bucket, abstract
 from cbjax.host_memory import give_back_freed_memory
+from cbjax.models.products import ProductForm, product_form
 from cbjax.scheduler import Offload, Restore, SchedulerConfig, TableDelta
 from cbjax.step import Bind, SlotState, StepResult, initial_slots, make_step, write_table
 
@@ -77,6 +78,7 @@ class ModelDevice:
       cache: the KV store.
       slots: the slot state.
       host_tier: where blocks are kept that lose their place; None: nowhere.
+      products: how steps compute products with weights.
       strict: refuse to compile from now on.
     """
 
@@ -91,6 +93,7 @@ class ModelDevice:
     ) -> None:
         self.bind, self.params, self.cache, self.config = bind, params, cache, config
         self.host_tier = host_tier
+        self.products = ProductForm.FASTEST
         self.strict = False
         self.programs: dict[Bucket | str, Program] = {}
         self.slots = self._fresh_slots()
@@ -103,6 +106,11 @@ class ModelDevice:
             max_blocks=config.max_blocks_per_request,
             num_blocks=config.num_blocks,
         )
+
+    def use_products(self, form: ProductForm) -> None:
+        """Steps compute products in this form from now on; those that are compiled are forgotten."""
+        self.products = form
+        self.programs = {key: program for key, program in self.programs.items() if not isinstance(key, Bucket)}
 
     def missing(self, buckets: Iterable[Bucket], *, forks: bool = False) -> list[Bucket | str]:
         """Programs for these buckets that are not compiled yet, and with `forks` the one that copies blocks."""
@@ -148,7 +156,8 @@ class ModelDevice:
         if isinstance(key, Bucket):
             jitted = jax.jit(make_step(self.bind, key, self.cache.groups), donate_argnums=(1, 2))
             params, slots = _shapes((self.params, self.slots))
-            lowered = jitted.lower(params, kv, slots, abstract(key, self.config.num_words))
+            with product_form(self.products):
+                lowered = jitted.lower(params, kv, slots, abstract(key, self.config.num_words))
         elif key == "table":
             lowered = jax.jit(write_table, donate_argnums=0).lower(_shapes(self.slots), *[_ids(TABLE_ENTRIES)] * 4)
         else:

@@ -306,6 +306,7 @@ def _fixed(config: ContinuousBatchingConfig, hints: WorkloadHints) -> list[Decis
         decision("use_cuda_graph", False, "every step is one compiled program"),
         decision("default_compile_level", 0, "every step is one compiled program"),
         decision("per_request_processors", True, "sampling settings are always per request"),
+        decision("batch_invariant", "not yet" if config.batch_invariant else False, _why_invariant(config)),
         decision("max_queue_size", 0, "requests are handed to the engine directly"),
     ]
 
@@ -317,6 +318,12 @@ def _why_sharing(config: ContinuousBatchingConfig, hints: WorkloadHints) -> str:
     if 0 < longest <= size:
         return f"no prompt will be found: {longest} tokens at most, and only full blocks of {size} with one more are"
     return f"prompts that begin alike share full blocks of {size} tokens"
+
+
+def _why_invariant(config: ContinuousBatchingConfig) -> str:
+    if config.batch_invariant:
+        return "the first call compiles and compares every program"
+    return "off: bits may depend on a request's batch; tokens in float32 do not, but for near ties"
 
 
 def _per_call(config: ContinuousBatchingConfig, overlap: Overlap) -> list[Decision]:

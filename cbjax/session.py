@@ -16,6 +16,7 @@ from cbjax.compilation_cache import enable_compilation_cache
 from cbjax.config import ContinuousBatchingConfig, WorkloadHints
 from cbjax.descriptor import Bucket
 from cbjax.engine import Engine
+from cbjax.invariance import Proof, prove
 from cbjax.machine import MachineFacts, machine_facts
 from cbjax.programs import ModelDevice, Program
 from cbjax.progress import progress
@@ -32,6 +33,7 @@ class Session:
     """Attributes:
     resolved: the settings in use.
     engine, device: what runs.
+    proof: what was found of the programs' bits; None: not looked at.
     """
 
     def __init__(self, lm: CausalLM, config: ContinuousBatchingConfig, hints: WorkloadHints) -> None:
@@ -64,6 +66,9 @@ class Session:
             depth=resolved.overlap.depth,
             observers=lm.observers,
         )
+        self.proof: Proof | None = None
+        if config.batch_invariant:
+            self.engine.ladder = resolved.ladder.only(())
         self._leaves = jax.tree.leaves(lm.params)
         log.info("session: %s\n%s", self.machine.device, self.resolved.report())
 
@@ -99,11 +104,45 @@ class Session:
     ) -> list[Program]:
         """Compiles what is missing for these buckets (None: the whole ladder), and for `forks` (None: with the ladder).
 
+        A batch-invariant session needs the whole ladder, and no step runs before this has compared its programs.
+
         Returns:
           The programs compiled now.
+
+        Raises:
+          InvarianceError: no program of a batch-invariant session can be used.
         """
         forks = buckets is None if forks is None else forks
-        missing = self.device.missing(self.resolved.ladder.buckets if buckets is None else buckets, forks=forks)
+        if not self.resolved.config.batch_invariant:
+            buckets = self.resolved.ladder.buckets if buckets is None else buckets
+            return self._compile(self.device.missing(buckets, forks=forks), progress_bar)
+        compiled = self._compile(self.device.missing((), forks=forks), progress_bar)
+        if self.proof is None:
+            compiled += self._prove(progress_bar)
+        return compiled
+
+    def _prove(self, progress_bar: bool) -> list[Program]:
+        """Compiles and compares the ladder; what differs is left out of it."""
+        ladder = self.resolved.ladder
+        proof = prove(
+            self.device,
+            ladder,
+            lambda buckets: self._compile(buckets, progress_bar),
+            vocab_size=self.engine.vocab_size,
+            max_positions=self.engine.max_positions,
+        )
+        if proof.differing:
+            log.warning("batch_invariant: %s", proof.why)
+        kept = ladder.only(set(ladder.buckets) - proof.differing.keys())
+        changed = [
+            replace(decision, used=proof.used, why=proof.why) if decision.field == "batch_invariant" else decision
+            for decision in self.resolved.decisions
+        ]
+        self.resolved = replace(self.resolved, ladder=kept, decisions=tuple(changed))
+        self.proof, self.engine.ladder = proof, kept
+        return [self.device.programs[bucket] for bucket in ladder.buckets]
+
+    def _compile(self, missing: Sequence[Bucket | str], progress_bar: bool) -> list[Program]:
         compiled = []
         show = progress_bar and bool(missing)
         with progress(show=show, total=len(missing), desc="compiling", unit="program", leave=False) as bar:

@@ -45,7 +45,7 @@ def random_engine(rng: random.Random, policy: str) -> Engine:
         num_words=NUM_WORDS,
         shares_blocks=rng.random() < 0.7,
         eviction=rng.choice(list(EVICTION_MAPPING.values())),
-        host_blocks=rng.choice([0, 4, 100]),
+        host_blocks=rng.choice([0, 0, 4, 100]),
     )
     ladder = make_ladder(max_batch_tokens=config.max_batch_tokens, max_rows=config.max_requests_per_batch)
     depth = rng.choice(DEPTHS)
@@ -58,7 +58,7 @@ def _submit(rng: random.Random, run: Run) -> None:
     length, new = random_size(rng, config)
     prompt, eos = random_prompt(rng, length), tuple(range(rng.choice([0, 0, 30])))
     first = None
-    for _ in range(rng.choice([1, 1, 1, 2, 5])):
+    for _ in range(rng.choice([1, 1, 2, 4])):
         request = run.engine.submit(
             f"r{len(run.requests)}", prompt, max_new_tokens=new, eos_token_ids=eos, sampling=GREEDY, fork_of=first
         )
@@ -76,15 +76,15 @@ def random_run(seed: int, journal: Journal | None) -> Run:
     engine = run.engine
     engine.observers = [run.steps.append]
     engine.scheduler.record(journal)
-    for _ in range(rng.randint(4, 10)):
+    for _ in range(rng.randint(4, 8)):
         _submit(rng, run)
-        for _ in range(rng.choice([0, 1, 4, 20])):
+        for _ in range(rng.choice([0, 0, 0, 2, 6])):
             engine.step()
         if rng.random() < 0.3:
             engine.cancel(rng.choice(run.requests)[0].request_id)
-        if rng.random() < 0.05:
+        if rng.random() < 0.1:
             engine.renew()
-        if rng.random() < 0.03:
+        if rng.random() < 0.05:
             engine.abort(RequestStatus.CANCELLED, "cancelled", "interrupted")
     while not engine.is_idle:
         engine.step()

@@ -60,6 +60,7 @@ MAY_IMPORT = {
         "config",
         "descriptor",
         "engine",
+        "invariance",
         "ladder",
         "machine",
         "pace",
@@ -84,7 +85,8 @@ MAY_IMPORT = {
     },
     "recording": {"__init__", "scheduler"},
     "step_record": {"scheduler"},
-    "programs": {"cache", "descriptor", "host_memory", "scheduler", "step"},
+    "invariance": {"descriptor", "ladder", "models", "programs", "sampling", "scheduler", "step"},
+    "programs": {"cache", "descriptor", "host_memory", "models", "scheduler", "step"},
     "step": {"attention", "cache", "descriptor", "models", "sampling", "scheduler"},
     "resolve": {"config", "ladder", "machine", "overlap", "sampling", "scheduler"},
     "overlap": {"config", "machine"},
@@ -233,7 +235,7 @@ def test_importing_cbjax_imports_nothing_else() -> None:
     assert "CausalLM" in names.split()
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("--version",)])
+@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("replay", "--help"), ("--version",)])
 def test_help_does_not_import_jax(arguments: tuple[str, ...]) -> None:
     loaded, out = loaded_by("-m", "cbjax", *arguments)
     assert "cbjax" in out

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import (
     first_token,
+    invariance,
     peer,
     pool_size,
     pressure,
@@ -136,6 +137,14 @@ def test_the_sampling_benchmark_writes_the_form(measured, model):
         "float32, sampling's share of a step",
         "float32, sampled against greedy tokens",
     }
+
+
+def test_the_invariance_benchmark_writes_the_form(measured, model):
+    document = measured(invariance.main, *TINY, *BUDGET, "--model", model)
+    assert document["figures"]["float32, 4 requests, on"]["unit"] == "tokens/s"
+    assert document["limits"].keys() == {"float32, 4 requests, on against off"}
+    (note,) = document["notes"]
+    assert note.startswith("float32: 3 of 3 programs: all give the same bits")
 
 
 def test_vs_transformers_without_a_peer_measures_cbjax(measured, model):
@@ -298,7 +307,8 @@ def test_first_token_times_a_process_and_says_what_failed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["first_token", "pool_size", "pressure", "sampling", "scheduler", "simulation", "vs_transformers"]
+    "name",
+    ["first_token", "invariance", "pool_size", "pressure", "sampling", "scheduler", "simulation", "vs_transformers"],
 )
 def test_a_benchmark_is_a_module_to_run(name):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]

@@ -134,6 +134,15 @@ def test_many_prompts_are_shown_with_their_names(run, lm):
     assert "3 finished" in err
 
 
+def test_a_recorded_run_can_be_replayed(run, capsys, tmp_path):
+    path = tmp_path / "run.cbjax"
+    assert run("one", "two", "three", "--raw", "--record", path)[0] == 0
+    assert cli.main(["replay", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "engine of 64 blocks of 4, fifo, lru; admitted 0, 1, 2" in out
+    assert "3 submitted, 3 ended (3 length), 0 cancelled" in out
+
+
 def test_a_file_has_a_prompt_of_any_form_on_each_line(run, lm, tmp_path):
     messages = [*chat("hi"), {"role": "assistant", "content": "yo"}, *chat("bye")]
     lines = ["text", [9, 10, 11], {"prompt": "a prompt"}, {"prompt": [12, 13]}, {"text": "t"}, {"messages": messages}]
@@ -212,6 +221,13 @@ def test_the_space_for_offloads_reaches_the_engine(run):
     assert status == 0
     (line,) = [line for line in err.splitlines() if line.startswith("cpu_offload_space ")]
     assert line.split()[1] == "0.25"
+
+
+def test_the_batch_invariant_mode_is_proven_and_reported(run):
+    status, _, err = run("abc", "--batch-invariant", "--report", *SMALL)
+    assert status == 0
+    (line,) = [line for line in err.splitlines() if line.startswith("batch_invariant ")]
+    assert "all give the same bits" in line
 
 
 def test_a_bad_prompt_among_good_ones_fails_alone_and_the_status_tells(run, lm, tmp_path):
@@ -350,7 +366,7 @@ def test_help_names_every_option_and_imports_no_jax():
     )
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
-    for option in ("--model", "--file", "--chat", "--raw", "--max-new-tokens", "--dtype", "--seed", "--json"):
+    for option in ("--model", "--file", "--chat", "--raw", "--max-new-tokens", "--dtype", "--seed", "--record"):
         assert option in result.stdout
 
 

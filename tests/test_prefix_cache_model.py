@@ -70,6 +70,19 @@ def test_invariant_3_nan_in_reserved_and_blank_blocks_changes_nothing_that_is_fo
     assert all(output.num_cached_tokens for output in again)
 
 
+def test_a_stream_that_is_closed_leaves_what_is_cached(lm, cold) -> None:
+    run(lm, PROMPTS)
+    cached = lm.session.engine.state.pool.num_cached
+    stream = lm.stream(PROMPTS[-1], GREEDY, batching())
+    assert next(stream).num_cached_tokens > 0
+    stream.close()
+    assert lm.session.engine.is_idle
+    assert lm.session.engine.state.pool.num_cached >= cached
+    again = run(lm, PROMPTS)
+    assert_equal(again, cold)
+    assert all(output.num_cached_tokens for output in again)
+
+
 def test_b08_new_params_find_nothing_that_the_old_ones_computed(lm, cold) -> None:
     run(lm, PROMPTS)
     old = lm.params

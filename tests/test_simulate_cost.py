@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from machines import make_config
 
 from cbjax.ladder import make_ladder
 from cbjax.scheduler import Bucket
@@ -99,9 +100,13 @@ def test_a_machine_or_model_out_of_range_is_refused() -> None:
 
 
 def test_a_simulation_takes_as_long_as_its_steps() -> None:
-    from machines import make_config
-
     trace = make_trace([0.0, 0.0], [8, 8], [3, 5])
     result = simulate(trace, make_config(), cost=LinearCost(step=1.0, padded_token=0.25, token=10.0))
     # One mixed step of 16 tokens; two decodes of 2 rows, two of one, in buckets of 2.
     assert result.seconds == pytest.approx((1 + 0.25 * 64 + 160) + 2 * (1 + 0.5 + 20) + 2 * (1 + 0.5 + 10))
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_cost_that_is_no_time_ends_the_simulation(seconds: float) -> None:
+    with pytest.raises(ValueError, match=rf"a positive number of seconds; got {seconds} for StepWork\(bucket=.*rows=1"):
+        simulate(make_trace([0.0], [8], [3]), make_config(), cost=ConstantCost(step=seconds))

@@ -51,6 +51,11 @@ def add_parser(commands: Any, name: str) -> None:
     add("--max-batch-tokens", type=int, metavar="N", help="tokens computed in one step")
     add("--cpu-offload-space", type=float, metavar="GIB", help="host memory for requests that lose their blocks")
     add("--scheduler", choices=("fifo", "prefill_first"), default="fifo", help="scheduling policy (default fifo)")
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="the same bits whatever else runs; proven first, which takes time",
+    )
     add("--json", type=Path, metavar="OUT", help="write outputs, settings and summary as JSON ('-': standard output)")
     add("--record", type=Path, metavar="FILE", help="record the run for `cbjax replay`; the file has the prompts' ids")
     add("--report", action="store_true", help="show every setting in use and why")
@@ -72,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         top_p=args.top_p,
         num_return_sequences=args.num_return_sequences,
     )
-    names = ("block_size", "num_blocks", "max_batch_tokens", "cpu_offload_space")
+    names = ("block_size", "num_blocks", "max_batch_tokens", "cpu_offload_space", "batch_invariant")
     asked = {name: value for name in names if (value := getattr(args, name)) is not None}
     config = ContinuousBatchingConfig(seed=args.seed, scheduler_type=args.scheduler, **asked)
     lm = CausalLM.from_pretrained(args.model, dtype=args.dtype, progress_bar=True)

@@ -15,7 +15,7 @@ from cbjax.manager.intake import Intake, given
 from cbjax.manager.ledger import Ledger
 from cbjax.manager.loop import Loop, Phase
 from cbjax.requests import GenerationOutput, RequestStatus
-from cbjax.session import reachable_buckets
+from cbjax.session import Session, reachable_buckets
 
 if TYPE_CHECKING:
     from cbjax.mixin import ContinuousMixin
@@ -68,16 +68,22 @@ class ContinuousBatchingManager:
         """
         self._refuse_if_destroyed()
         with self._lm._lending(self._config, self._hints) as session:
-            hints, buckets = self._hints, None
-            if hints.num_requests and hints.max_prompt_length and hints.max_generated_length:
-                buckets = reachable_buckets(session.resolved, [hints] * hints.num_requests)
-            session.warmup(buckets, forks=hints.num_requests != 1, progress_bar=progress_bar)
+            self._warm(session, progress_bar=progress_bar)
+
+    def _warm(self, session: Session, *, progress_bar: bool = False) -> None:
+        hints, buckets = self._hints, None
+        if hints.num_requests and hints.max_prompt_length and hints.max_generated_length:
+            buckets = reachable_buckets(session.resolved, [hints] * hints.num_requests)
+        session.warmup(buckets, forks=hints.num_requests != 1, progress_bar=progress_bar)
 
     def start(self) -> None:
         """Starts the loop, also after `stop` or an error; one that still stops is waited for.
 
+        With `batch_invariant`, what `warmup` does is done first if it has not been.
+
         Raises:
-          RuntimeError: another manager of this model is running, or this one was destroyed.
+          RuntimeError: another manager of this model is running, this one was destroyed, or `batch_invariant` was asked
+            for and no program has it.
           ValueError: the KV store does not fit into memory.
         """
         self._refuse_if_destroyed()
@@ -87,6 +93,8 @@ class ContinuousBatchingManager:
             return
         self._loop.join()
         with self._lm._lending(self._config, self._hints) as session:
+            if self._config.batch_invariant:
+                self._warm(session)
             self._lm._manager = self
             try:
                 self._loop.start(session)

@@ -17,7 +17,8 @@ from cbjax.models.attention import Attention, make_norm
 from cbjax.models.attention import norm_heads as norm_heads
 from cbjax.models.config import DecoderConfig
 from cbjax.models.experts import Experts
-from cbjax.models.layers import DType, Embedding, GatedMLP, Linear, RMSNorm, contract_last
+from cbjax.models.layers import DType, Embedding, GatedMLP, Linear, RMSNorm
+from cbjax.models.products import contract_last
 from cbjax.models.rope import RopeTables, rope_tables
 
 # Scales of a random model. The embedding adds little to the residual stream and the logits have this spread: the

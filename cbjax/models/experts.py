@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cbjax.models.config import ExpertsConfig
-from cbjax.models.layers import DType, Linear, contract_last, normal
+from cbjax.models.layers import DType, Linear, normal
+from cbjax.models.products import contract_last
 
 
 class StackedLinear(nnx.Module):

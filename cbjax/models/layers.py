@@ -2,10 +2,10 @@
 
 Every row is computed with the same bits however many rows there are, from 64 up (in bfloat16 from 2 up). On CPU that
 rules out two natural forms: matrices stored [in, out] (here they are [out, in], contracted over their last axis) and
-sums as reductions (here they are products with ones). Fewer rows of float32 are added up in another order, for speed.
+sums as reductions (here they are products with ones). Fewer rows of float32 are added up in another order, for speed,
+unless `product_form` says otherwise.
 """
 
-import functools
 import math
 
 import jax
@@ -13,13 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cbjax.models.config import Activation
-
-DType = jax.typing.DTypeLike
-
-# Rows of a weight matrix that are multiplied together, see `_weights_first`.
-_TILE = 64
-# Numbers of a product that still fit a core's cache while they are turned round.
-_MAX_TURNED = 2**20
+from cbjax.models.products import DType, activations_first, contract_last
 
 
 class Linear(nnx.Module):
@@ -118,40 +112,12 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], *, mean: float = 0.0, std: fl
     return nnx.Param(values.astype(dtype))
 
 
-@functools.partial(jax.jit, static_argnames="out_dtype")
-def contract_last(x: jax.Array, weight: jax.Array, out_dtype: DType | None = None) -> jax.Array:
-    """x [rows, in] and weight [out, in] -> [rows, out], in x's dtype unless `out_dtype` says otherwise."""
-    plain = functools.partial(_activations_first, out_dtype=out_dtype)
-    rows, tiles = x.shape[0], weight.shape[0] // _TILE
-    few = _TILE if weight.dtype == jnp.bfloat16 else 1
-    if weight.shape[0] != tiles * _TILE or not few <= rows <= 2 * _TILE or rows * weight.shape[0] > _MAX_TURNED:
-        return plain(x, weight)
-    return jax.lax.platform_dependent(
-        x, weight, cpu=functools.partial(_weights_first, out_dtype=out_dtype), default=plain
-    )
-
-
-def _activations_first(x: jax.Array, weight: jax.Array, *, out_dtype: DType | None) -> jax.Array:
-    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
-
-
-def _weights_first(x: jax.Array, weight: jax.Array, *, out_dtype: DType | None) -> jax.Array:
-    """The transposed product, for few rows on a CPU: there the second operand is repacked, which should not be the
-    weights. In tiles, since a plain product of this shape can end up on one core. The barrier keeps the compiler from
-    turning the product round again.
-    """
-    tiles = weight.reshape(-1, _TILE, weight.shape[1])
-    product = jax.lax.dot_general(tiles, x, (((2,), (1,)), ((), ())), preferred_element_type=out_dtype)
-    return jax.lax.optimization_barrier(product).reshape(-1, x.shape[0]).T
-
-
 def _row_sums(x: jax.Array) -> jax.Array:
     """Sums of x [rows, features], [rows, 1].
 
     As a product with (two columns of) ones: a reduction on CPU adds in an order that depends on the number of rows.
     """
-    ones = jnp.ones((2, x.shape[1]), x.dtype)
-    return jax.lax.dot_general(x, ones, (((1,), (1,)), ((), ())), precision="highest")[:, :1]
+    return activations_first(x, jnp.ones((2, x.shape[1]), x.dtype), precision="highest")[:, :1]
 
 
 def _gelu_tanh(x: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 
 from cbjax.recording.digest import field_names
 from cbjax.recording.inputs import Add, Cancel, Input, Renew, Reset, Schedule, Start, Update
-from cbjax.recording.player import Player
+from cbjax.recording.player import Player, ReplayMismatch
 from cbjax.recording.reader import Recording
 from cbjax.scheduler import StepPlan
 
@@ -51,7 +51,7 @@ def compare(this: Recording, other: Recording) -> Differences:
     """Replays both as far as their plans are the same. Recorded digests play no part.
 
     Raises:
-      ReplayMismatch, and whatever the scheduler raises: as `replay`.
+      Whatever the scheduler raises.
     """
     inputs_step, inputs = 0, ()
     for step, (mine, theirs) in enumerate(zip_longest(_stretches(this), _stretches(other))):
@@ -62,24 +62,34 @@ def compare(this: Recording, other: Recording) -> Differences:
             )
         if not inputs:
             inputs_step, inputs = step, tuple(_input_differences(mine[0], theirs[0]))
-        if mine[1] is not None and theirs[1] is not None:
-            plan = tuple(differences(mine[1], theirs[1], "plan"))
+        one, another = mine[1], theirs[1]
+        if one is not None and another is not None:
+            plan = tuple(_plan_differences(one, another))
             if plan:
                 return Differences(inputs_step=inputs_step, inputs=inputs, plan_step=step, plan=plan)
     return Differences(inputs_step=inputs_step, inputs=inputs)
 
 
-def _stretches(recording: Recording) -> Iterator[tuple[list[Input], StepPlan | None]]:
-    """For each step what came before it, and its plan; at last what came after all steps."""
+def _stretches(recording: Recording) -> Iterator[tuple[list[Input], StepPlan | str | None]]:
+    """For each step what came before it, and its plan or why there is none; at last what came after all steps."""
     player, since = Player(), []
     for given in recording.inputs:
-        answer = player.apply(given)
+        try:
+            answer = player.apply(given)
+        except ReplayMismatch as error:  # it was edited, or is of a version that plans otherwise
+            yield since, f"{recording.name} cannot go on: {error}"
+            return
         if isinstance(answer, StepPlan) and not answer.is_empty:
             yield since, answer
             since = []
         elif not isinstance(given, Schedule):
             since.append(given)
     yield since, None
+
+
+def _plan_differences(mine: StepPlan | str, theirs: StepPlan | str) -> Iterator[str]:
+    stuck = [plan for plan in (mine, theirs) if isinstance(plan, str)]
+    yield from stuck or differences(mine, theirs, "plan")
 
 
 def _input_differences(mine: Sequence[Input], theirs: Sequence[Input]) -> Iterator[str]:

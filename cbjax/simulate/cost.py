@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
-from cbjax.scheduler import Bucket
+from cbjax.scheduler import Bucket, StepPlan
 
 FORMAT = "cbjax.simulate.LinearCost/1"
 
@@ -35,6 +35,19 @@ class StepWork(NamedTuple):
     offloaded: int = 0
     restored: int = 0
     copied: int = 0
+
+    @classmethod
+    def of(cls, plan: StepPlan, bucket: Bucket) -> StepWork:
+        """The work of a plan in its bucket."""
+        return cls(
+            bucket=bucket,
+            rows=plan.batch.num_rows,
+            tokens=plan.batch.num_tokens,
+            kv_reads=plan.batch.kv_reads,
+            offloaded=sum(len(offload.blocks) for offload in plan.offloads),
+            restored=sum(len(restore.blocks) for restore in plan.restores),
+            copied=len(plan.copies),
+        )
 
 
 class CostModel(Protocol):

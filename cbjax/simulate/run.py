@@ -9,11 +9,14 @@ are made when the scheduler is about to look at them, and dropped with their req
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from cbjax.ladder import Ladder, make_ladder
 from cbjax.progress import progress
 from cbjax.scheduler import (
+    Bucket,
     Request,
     SchedulerConfig,
     StepOutputs,
@@ -85,17 +88,7 @@ class Simulation:
         began = self.clock
         self.tally.count_plan(plan, self.state, state, began)
         batch, bucket = plan.batch, self.ladder.select(plan.batch)
-        self.clock += self.cost.seconds(
-            StepWork(
-                bucket=bucket,
-                rows=batch.num_rows,
-                tokens=batch.num_tokens,
-                kv_reads=batch.kv_reads,
-                offloaded=sum(len(offload.blocks) for offload in plan.offloads),
-                restored=sum(len(restore.blocks) for restore in plan.restores),
-                copied=len(plan.copies),
-            )
-        )
+        self.clock += self._seconds(plan, bucket)
         self.tally.count_step(plan, bucket, state, self._arrived, began, self.clock)
         outputs = StepOutputs(
             tokens=self.trace.outputs(batch.uid, batch.output_index),
@@ -105,6 +98,13 @@ class Simulation:
         self.state, results = update(state, plan, outputs)
         self.tally.count_ended(results.ended)
         return plan
+
+    def _seconds(self, plan: StepPlan, bucket: Bucket) -> float:
+        work = StepWork.of(plan, bucket)
+        seconds = self.cost.seconds(work)
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"a cost model answers with a positive number of seconds; got {seconds} for {work}")
+        return seconds
 
     def result(self) -> Result:
         """What the run came to, so far."""
@@ -153,7 +153,7 @@ def simulate(
       counted as refused.
 
     Raises:
-      ValueError: no request of the trace fits the pool.
+      ValueError: no request of the trace fits the pool; the cost of a step is not positive.
     """
     simulation = Simulation(trace, config, cost=cost, ladder=ladder)
     tally = simulation.tally
