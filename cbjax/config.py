@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cbjax.sampling.params import SamplingParams, derive_seed
-from cbjax.scheduler import MIN_BLOCK_SIZE, eviction_named, scheduler_named
+from cbjax.scheduler import MAX_WINDOW, MIN_BLOCK_SIZE, eviction_named, scheduler_named
 from cbjax.strict import check_bool, check_fraction, check_number, rejects_unknown_fields, set_checked_ints
 
 _BOOLS = ("allow_block_sharing", "return_logprobs", "per_request_processors", "batch_invariant", "compilation_cache")
@@ -48,6 +48,11 @@ class ContinuousBatchingConfig:
         need not wait for the host. Tokens are the same; requests that end by an EOS id run a few rows in vain. None:
         where it helps.
       async_depth: steps in flight while the next one is planned, 1 to 3. None: 1.
+      decode_window: decode steps of one dispatch, 1 (none but one) to 16. While no request waits or is being prefilled,
+        the device goes on for as many without the host. None: 8, on CPU 1.
+      max_window_latency: seconds that such a window may take where requests can come and tokens are followed (a
+        manager, `stream`), by the time of the steps before: so much later a token is seen, a new request begins or a
+        cancelled one makes room.
       use_cuda_graph, default_compile_level, max_queue_size: no effect in this version; values that would ask for
         something are refused.
       scheduler_type: "fifo" or "prefill_first".
@@ -75,6 +80,8 @@ class ContinuousBatchingConfig:
     eviction_policy: str = "lru"
     use_async_batching: bool | None = None
     async_depth: int | None = None
+    decode_window: int | None = None
+    max_window_latency: float = 0.05
     use_cuda_graph: bool | None = None
     default_compile_level: int = 0
     scheduler_type: str = "fifo"
@@ -96,6 +103,13 @@ class ContinuousBatchingConfig:
         set_checked_ints(self, ("max_blocks_per_request", "seed"), minimum=0, none=True)
         check_bool("use_async_batching", self.use_async_batching, none=True)
         set_checked_ints(self, ("async_depth",), minimum=1, none=True)
+        set_checked_ints(self, ("decode_window",), minimum=1, none=True)
+        check_number("max_window_latency", self.max_window_latency, minimum=0)
+        if self.decode_window is not None and self.decode_window > MAX_WINDOW:
+            raise ValueError(
+                f"decode_window must be at most {MAX_WINDOW} steps; got {self.decode_window}: the host's part is small "
+                "by then"
+            )
         if self.async_depth is not None and self.async_depth > MAX_ASYNC_DEPTH:
             raise ValueError(
                 f"async_depth must be at most {MAX_ASYNC_DEPTH}; got {self.async_depth}: more steps in flight hide no "

@@ -215,7 +215,7 @@ class Engine:
         Returns:
           Requests that gained a token or ended, each once.
         """
-        plan = self.scheduler.schedule(self.pace.window() if self.ladder.decode else 1)
+        plan = self.scheduler.schedule(self._max_window())
         if not plan.is_empty:
             self._dispatch(plan)
         touched: dict[int, RequestState] = {}
@@ -223,6 +223,10 @@ class Engine:
             for request in self._collect():
                 touched[request.uid] = request
         return list(touched.values())
+
+    def _max_window(self) -> int:
+        steps = self.pace.window()
+        return steps if steps == 1 else self.ladder.windows(steps, self.state.num_active)
 
     def _dispatch(self, plan: StepPlan) -> None:
         batch = plan.batch

@@ -129,7 +129,7 @@ class ContinuousMixin:
                     f"stream yields one continuation; got num_return_sequences={len(job.prepared)}: "
                     "use generate_batch, or a manager and its add_request(streaming=True)"
                 )
-            with job.running(warmup=True, progress_bar=progress_bar):
+            with job.running(warmup=True, progress_bar=progress_bar, watched=True):
                 detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
                 text, told = "", 0
                 for (request,) in filter(None, job.steps()):

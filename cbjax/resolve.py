@@ -330,11 +330,16 @@ def _per_call(config: ContinuousBatchingConfig, overlap: Overlap) -> list[Decisi
     """The fields that a call may change without a new store or program."""
     logprobs, seed = config.return_logprobs, config.seed
     drawn = "drawn anew for each call" if seed is None else "as asked"
-    is_async, depth = config.use_async_batching, config.async_depth
-    how_many = "steps in flight while the next one is planned"
+
+    def overlapped(field: str, used: object, why: str) -> Decision:
+        return Decision(field=field, asked=getattr(config, field), used=used, why=why)
+
+    latency = config.max_window_latency
     return [
-        Decision(field="use_async_batching", asked=is_async, used=overlap.depth > 0, why=overlap.why),
-        Decision(field="async_depth", asked=depth, used=overlap.depth, why=how_many),
+        overlapped("use_async_batching", overlap.depth > 0, overlap.why_depth),
+        overlapped("async_depth", overlap.depth, "steps in flight while the next one is planned"),
+        overlapped("decode_window", overlap.window, overlap.why_window),
+        overlapped("max_window_latency", latency, "seconds of a window where tokens are followed or requests can come"),
         Decision(field="return_logprobs", asked=logprobs, used=logprobs, why="as asked"),
         Decision(field="seed", asked=seed, used="random" if seed is None else seed, why=drawn),
     ]

@@ -31,7 +31,14 @@ BATCHING_DEFAULTS = {
     "per_request_processors": False,
     "max_queue_size": 0,
 }
-OWN_DEFAULTS = {"async_depth": None, "eviction_policy": "lru", "seed": None, "compilation_cache": True}
+OWN_DEFAULTS = {
+    "async_depth": None,
+    "decode_window": None,
+    "max_window_latency": 0.05,
+    "eviction_policy": "lru",
+    "seed": None,
+    "compilation_cache": True,
+}
 GENERATION_DEFAULTS = {
     "max_new_tokens": 20,
     "do_sample": None,

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cbjax.accounting import EngineStats
+from cbjax.config import ContinuousBatchingConfig
 from cbjax.engine import Engine
 from cbjax.manager.entry import Entry
 from cbjax.manager.ledger import Ledger
@@ -45,8 +46,8 @@ class Loop:
     session: of the last run.
     """
 
-    def __init__(self, lm: ContinuousMixin, ledger: Ledger, *, logprobs: bool) -> None:
-        self._lm, self._ledger, self._logprobs = lm, ledger, logprobs
+    def __init__(self, lm: ContinuousMixin, ledger: Ledger, config: ContinuousBatchingConfig) -> None:
+        self._lm, self._ledger, self._config = lm, ledger, config
         self._work = threading.Condition(ledger.lock)
         self._inbox: deque[Callable[[], None]] = deque()
         self._running: dict[int, Entry] = {}  # by the engine's uid
@@ -66,6 +67,7 @@ class Loop:
     def start(self, session: Session) -> None:
         """Starts a thread over this session; the last one has ended."""
         session.engine.stats = EngineStats()
+        session.engine.pace.max_seconds = self._config.max_window_latency
         session.use(self._lm.params)
         thread = threading.Thread(target=self._run, args=(session,), name="cbjax-manager", daemon=True)
         with self._ledger.lock:
@@ -124,7 +126,7 @@ class Loop:
                 entry.prepared,
                 seed=entry.seed,
                 eos_token_ids=self._lm.eos_token_ids,
-                logprobs=self._logprobs,
+                logprobs=self._config.return_logprobs,
                 created=entry.created,
                 fork_of=entry.relative,
             )
