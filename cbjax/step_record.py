@@ -49,8 +49,9 @@ class StepRecord:
 
     @property
     def rectangle(self) -> int:
-        """Token slots of a padded batch of these rows: as many rows, each as long as the longest."""
-        return self.plan.batch.num_rows * int(self.plan.batch.count.max(initial=0))
+        """Token slots of a padded batch of these rows, in every step: as many rows, each as long as the longest."""
+        batch = self.plan.batch
+        return batch.num_rows * int(batch.count.max(initial=0)) * batch.window
 
     def block_tables(self) -> dict[str, np.ndarray]:
         """i32[blocks] for each running request, in order of its positions; of all layer groups, one after another."""

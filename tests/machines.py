@@ -159,7 +159,7 @@ class Loop:
 
     def add(
         self,
-        prompt: int | Sequence[int],
+        prompt: int | Sequence[int] | np.ndarray,
         max_new_tokens: int,
         eos: tuple[int, ...] = (),
         fork_of: int | None = None,

@@ -32,6 +32,7 @@ BATCHING_DEFAULTS = {
     "max_queue_size": 0,
 }
 OWN_DEFAULTS = {
+    "batch_invariant": False,
     "async_depth": None,
     "decode_window": None,
     "max_window_latency": 0.05,
