@@ -107,9 +107,9 @@ class Simulation:
         built = time.perf_counter()
         rows = plan.batch.num_rows
         outputs = StepOutputs(
-            tokens=self._rng.integers(1, 50_000, rows, dtype=np.int32),
-            logprobs=np.zeros(rows, np.float32),
-            finite=np.ones(rows, bool),
+            tokens=self._rng.integers(1, 50_000, (1, rows), dtype=np.int32),
+            logprobs=np.zeros((1, rows), np.float32),
+            finite=np.ones((1, rows), bool),
         )
         answered = time.perf_counter()
         self.state, results = update(state, plan, outputs)

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cbjax.sampling.params import SamplingParams, derive_seed
-from cbjax.scheduler import MIN_BLOCK_SIZE, eviction_named, scheduler_named
+from cbjax.scheduler import MAX_WINDOW, MIN_BLOCK_SIZE, eviction_named, scheduler_named
 from cbjax.strict import check_bool, check_fraction, check_number, rejects_unknown_fields, set_checked_ints
 
 _BOOLS = ("allow_block_sharing", "return_logprobs", "per_request_processors", "batch_invariant", "compilation_cache")
 # Each is a request of its own from the start, so a slip of the keyboard would take minutes to be seen.
 MAX_CONTINUATIONS = 10_000
 
+# Steps in flight; what the scheduler's rules were proved for.
+MAX_ASYNC_DEPTH = 3
+
 # Fields that exist for compatibility or are to come: the values that ask for nothing this version cannot do.
 _WITHOUT_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
-    "use_async_batching": ((None, False), "steps run one after another in this version"),
     "use_cuda_graph": ((None, False), "every step is one compiled program already"),
     "default_compile_level": ((0,), "every step is one compiled program already"),
     "max_queue_size": ((0,), "requests are handed to the engine directly in this version"),
@@ -42,8 +44,17 @@ class ContinuousBatchingConfig:
       cpu_offload_space: GiB of host memory that keep the KV blocks of requests which lose theirs, so that these come
         back instead of being computed again. 0: none.
       cpu_offload_space_safety_threshold: fraction of the available main memory that these take at most, above 0.
-      use_async_batching, use_cuda_graph, default_compile_level, max_queue_size: no effect in this version; values that
-        would ask for something are refused.
+      use_async_batching: plan and dispatch steps before the answers of those before them are read, so that the device
+        need not wait for the host. Tokens are the same; requests that end by an EOS id run a few rows in vain. None:
+        where it helps.
+      async_depth: steps in flight while the next one is planned, 1 to 3. None: 1.
+      decode_window: decode steps of one dispatch, 1 (none but one) to 16. While no request waits or is being prefilled,
+        the device goes on for as many without the host. None: 8, on CPU 1.
+      max_window_latency: seconds that such a window may take where requests can come and tokens are followed (a
+        manager, `stream`), by the time of the steps before: so much later a token is seen, a new request begins or a
+        cancelled one makes room.
+      use_cuda_graph, default_compile_level, max_queue_size: no effect in this version; values that would ask for
+        something are refused.
       scheduler_type: "fifo" or "prefill_first".
       safety_margin: fraction of the pool below which waiting requests are held back. None: 0.15 for fifo, 0.0 for
         prefill_first.
@@ -68,6 +79,9 @@ class ContinuousBatchingConfig:
     allow_block_sharing: bool = True
     eviction_policy: str = "arc"
     use_async_batching: bool | None = None
+    async_depth: int | None = None
+    decode_window: int | None = None
+    max_window_latency: float = 0.05
     use_cuda_graph: bool | None = None
     default_compile_level: int = 0
     scheduler_type: str = "fifo"
@@ -87,6 +101,25 @@ class ContinuousBatchingConfig:
             raise ValueError(f"block_size must be at least {MIN_BLOCK_SIZE} tokens; got {self.block_size}")
         set_checked_ints(self, ("num_blocks", "max_batch_tokens", "max_requests_per_batch"), minimum=1, none=True)
         set_checked_ints(self, ("max_blocks_per_request", "seed"), minimum=0, none=True)
+        check_bool("use_async_batching", self.use_async_batching, none=True)
+        set_checked_ints(self, ("async_depth",), minimum=1, none=True)
+        set_checked_ints(self, ("decode_window",), minimum=1, none=True)
+        check_number("max_window_latency", self.max_window_latency, minimum=0)
+        if self.decode_window is not None and self.decode_window > MAX_WINDOW:
+            raise ValueError(
+                f"decode_window must be at most {MAX_WINDOW} steps; got {self.decode_window}: the host's part is small "
+                "by then"
+            )
+        if self.async_depth is not None and self.async_depth > MAX_ASYNC_DEPTH:
+            raise ValueError(
+                f"async_depth must be at most {MAX_ASYNC_DEPTH}; got {self.async_depth}: more steps in flight hide no "
+                "more of the host's work, and every one is run in vain when a request ends by an EOS id"
+            )
+        if self.async_depth is not None and self.use_async_batching is False:
+            raise ValueError(
+                f"async_depth={self.async_depth} asks for steps in flight and use_async_batching=False for none: drop "
+                "one or the other"
+            )
         check_fraction("max_memory_percent", self.max_memory_percent, none=True)
         check_fraction("safety_margin", self.safety_margin, none=True)
         check_number("cpu_offload_space", self.cpu_offload_space, minimum=0)

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from cbjax.scheduler import Batch
+from cbjax.scheduler import NUM_EOS_IDS, Batch
 from cbjax.scheduler import Bucket as Bucket
 
+_PER_ROW = ("context_len", "slot", "output_index", "draws", "uid", "incarnation")
 # np.ndarray as built, jax.Array inside the step, jax.ShapeDtypeStruct when abstract.
 type Leaf = Any
 
@@ -22,7 +23,7 @@ type Leaf = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDescriptor:
-    """One padded step. NumPy leaves, fresh for each step: jit on CPU may read them in place.
+    """One padded step or window of steps. NumPy leaves, fresh for each step: jit on CPU may read them in place.
 
     Attributes:
       tokens: i32[tokens], input ids; 0 where the slot's last output is the input, and in padding.
@@ -31,7 +32,10 @@ class BatchDescriptor:
       slot: i32[rows].
       num_rows: i32[], rows that are not padding.
       carried, emits: bool[rows].
-      output_index: i32[rows].
+      output_index: i32[rows], of the (first) token that is sampled.
+      draws: i32[rows], tokens sampled at most.
+      window: i32[], steps.
+      eos: i32[ids, rows], -1 where there are fewer.
       words: u32[words, rows].
       uid, incarnation: i32[rows], for the reader; the step does not use them.
     """
@@ -44,6 +48,9 @@ class BatchDescriptor:
     carried: Leaf
     emits: Leaf
     output_index: Leaf
+    draws: Leaf
+    window: Leaf
+    eos: Leaf
     words: Leaf
     uid: Leaf
     incarnation: Leaf
@@ -76,6 +83,9 @@ def build(batch: Batch, bucket: Bucket, num_slots: int) -> BatchDescriptor:
         carried=padded(batch.carried),
         emits=padded(batch.emits),
         output_index=padded(batch.output_index),
+        draws=padded(batch.draws),
+        window=np.array(batch.window, np.int32),
+        eos=padded(batch.eos, fill=-1),
         words=padded(batch.words),
         uid=padded(batch.uid),
         incarnation=padded(batch.incarnation),
@@ -86,11 +96,12 @@ def unpad(descriptor: BatchDescriptor) -> Batch:
     """The batch a descriptor was built from."""
     rows = int(descriptor.num_rows)
     count = np.diff(descriptor.q_start)[:rows]
-    same = {f.name for f in fields(Batch)} & {f.name for f in fields(BatchDescriptor)} - {"tokens"}
+    same = {f.name for f in fields(Batch)} & {f.name for f in fields(BatchDescriptor)} - {"tokens", "window"}
     return Batch(
         start=descriptor.context_len[:rows] - count,
         count=count,
         tokens=descriptor.tokens[: descriptor.q_start[rows]],
+        window=int(descriptor.window),
         **{name: getattr(descriptor, name)[..., :rows] for name in same},
     )
 
@@ -109,5 +120,7 @@ def abstract(bucket: Bucket, num_words: int) -> BatchDescriptor:
         carried=leaf(np.bool_, rows),
         emits=leaf(np.bool_, rows),
         words=leaf(np.uint32, num_words, rows),
-        **{name: leaf(np.int32, rows) for name in ("context_len", "slot", "output_index", "uid", "incarnation")},
+        window=leaf(np.int32),
+        eos=leaf(np.int32, NUM_EOS_IDS, rows),
+        **{name: leaf(np.int32, rows) for name in _PER_ROW},
     )

@@ -2,28 +2,28 @@
 
 One thread runs it. Everything that touches the KV store is dispatched in plan order, and data dependency on the store
 orders the rest, so blocks freed by one step can be used by the next. Up to `depth` steps stay in flight; their answers
-are read in order.
+are read in order. Where nothing is lost by it, one dispatch is a window of several decode steps.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from rpds import HashTrieMap
 
+from cbjax.accounting import EngineStats, count_step
 from cbjax.descriptor import BatchDescriptor, Bucket, build
 from cbjax.ladder import Ladder
+from cbjax.pace import Pace
 from cbjax.recording import LiveScheduler
 from cbjax.requests import RequestState, RequestStatus
 from cbjax.sampling import SamplingParams
 from cbjax.scheduler import (
-    Admission,
     Offload,
     Request,
     Restore,
@@ -47,7 +47,7 @@ class Device(Protocol):
     def update_table(self, delta: TableDelta) -> None: ...
 
     def forward(self, batch: BatchDescriptor, bucket: Bucket) -> Any:
-        """Answers with `tokens`, `logprobs` and `finite`, one per row of the bucket."""
+        """Answers with `tokens`, `logprobs` and `finite`: [steps, rows of the bucket], at least the batch's window."""
         ...
 
     def offload(self, offload: Offload) -> None:
@@ -71,31 +71,6 @@ class Device(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since the engine was made.
-
-    Attributes:
-      steps: by bucket.
-      prompt_tokens, cached_tokens: of requests when they were first admitted; those of them found in the prefix cache.
-      prefill_tokens, recomputed_tokens: tokens computed that were known; those computed again after a soft reset.
-      soft_resets, offloads: requests that lost their blocks and their KV; those whose KV went to host memory.
-      offloaded_blocks, restored_blocks: copied to host memory, and back.
-      peak_blocks: most blocks held at one time.
-    """
-
-    steps: Counter[Bucket] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    prefill_tokens: int = 0
-    recomputed_tokens: int = 0
-    soft_resets: int = 0
-    offloads: int = 0
-    offloaded_blocks: int = 0
-    restored_blocks: int = 0
-    peak_blocks: int = 0
-
-
 class Engine:
     """Owns the state of a run; see the module's docstring.
 
@@ -103,6 +78,8 @@ class Engine:
       scheduler: its state, and whoever records what it is given.
       alive: requests that have not ended, by uid, in order of submission.
       stats: counts.
+      depth: dispatches in flight while the next one is planned.
+      pace: how many steps a dispatch may have.
       observers: called with each step's record once it is dispatched; one that raises stops the engine.
       tracer: is told of each phase, step and end.
     """
@@ -116,10 +93,12 @@ class Engine:
         vocab_size: int,
         max_positions: int,
         depth: int = 0,
+        pace: Pace | None = None,
         observers: Sequence[Observer] = (),
         tracer: Tracer | None = None,
     ) -> None:
-        self.device, self.ladder, self.depth = device, ladder, depth
+        self.device, self.ladder = device, ladder
+        self.depth, self.pace = depth, pace or Pace()
         self.observers, self.tracer = observers, tracer or Tracer()
         self.vocab_size, self.max_positions = vocab_size, max_positions
         self.scheduler = LiveScheduler(config)
@@ -128,7 +107,7 @@ class Engine:
         self._by_id: dict[str, RequestState] = {}
         self._names: HashTrieMap[int, str] = HashTrieMap()  # by uid; one that is never written, for records
         self._uids = itertools.count()
-        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # plan, answer, when it was dispatched
 
     @property
     def state(self) -> SchedulerState:
@@ -237,13 +216,13 @@ class Engine:
         return not self.alive and not self._in_flight
 
     def step(self) -> list[RequestState]:
-        """Runs one step, and reads the answers that are due.
+        """Runs one step or window, and reads the answers that are due.
 
         Returns:
           Requests that gained a token or ended, each once.
         """
         with self.tracer.schedule:
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(self._max_window())
         if not plan.is_empty:
             self._dispatch(plan)
         touched: dict[int, RequestState] = {}
@@ -251,6 +230,10 @@ class Engine:
             for request in self._collect():
                 touched[request.uid] = request
         return list(touched.values())
+
+    def _max_window(self) -> int:
+        steps = self.pace.window()
+        return steps if steps == 1 else self.ladder.windows(steps, self.state.num_active)
 
     def _dispatch(self, plan: StepPlan) -> None:
         batch = plan.batch
@@ -265,10 +248,11 @@ class Engine:
             if len(plan.copies):
                 self.device.copy_blocks(plan.copies.sources, plan.copies.destinations)
             self.device.update_table(plan.table)
+            dispatched = time.perf_counter()
             answer = self.device.forward(descriptor, bucket)
-        self._in_flight.append((plan, answer))
+        self._in_flight.append((plan, answer, dispatched))
         with self.tracer.account:
-            self._account(plan, bucket)
+            count_step(self.stats, plan, bucket, self.state, self.alive)
         if self.observers or self.tracer.listeners:
             self._tell(plan, bucket, answer)
 
@@ -280,51 +264,18 @@ class Engine:
             observer(record)
         self.tracer.dispatched(record, answer)
 
-    def _account(self, plan: StepPlan, bucket: Bucket) -> None:
-        stats, batch, now = self.stats, plan.batch, time.perf_counter()
-        stats.steps[bucket] += 1
-        stats.prefill_tokens += int(batch.count[~batch.carried].sum())
-        stats.peak_blocks = max(stats.peak_blocks, self.state.config.num_blocks - self.state.pool.num_free)
-        for reset in plan.soft_resets:
-            request = self.alive[reset.uid]
-            request.status = RequestStatus.PENDING
-            request.num_soft_resets += 1
-            request.num_lost_tokens = reset.num_tokens
-            stats.soft_resets += 1
-        for offload in plan.offloads:
-            request = self.alive[offload.uid]
-            request.status = RequestStatus.PENDING
-            request.num_offloads += 1
-            request.num_lost_tokens = 0
-            stats.offloads += 1
-            stats.offloaded_blocks += len(offload.blocks)
-        stats.restored_blocks += sum(len(restore.blocks) for restore in plan.restores)
-        for admission in plan.admitted:
-            self._count_admission(self.alive[admission.uid], admission)
-        for uid in batch.uid[~batch.carried].tolist():
-            request = self.alive[uid]
-            request.status = RequestStatus.PREFILLING
-            request.started = request.started or now
-
-    def _count_admission(self, request: RequestState, admission: Admission) -> None:
-        if admission.incarnation:
-            self.stats.recomputed_tokens += max(0, request.num_lost_tokens - admission.num_cached)
-            return
-        request.num_cached_tokens = admission.num_cached
-        if not admission.num_forked:  # a prompt with several continuations counts once
-            self.stats.prompt_tokens += len(request.prompt)
-            self.stats.cached_tokens += admission.num_cached
-
     def _collect(self) -> list[RequestState]:
-        plan, answer = self._in_flight[0]
-        rows = plan.batch.num_rows
+        plan, answer, dispatched = self._in_flight[0]
+        window, rows = plan.batch.window, plan.batch.num_rows
         with self.tracer.read:
             outputs = StepOutputs(
-                tokens=np.asarray(answer.tokens)[:rows],
-                logprobs=np.asarray(answer.logprobs)[:rows],
-                finite=np.asarray(answer.finite)[:rows],
+                tokens=np.asarray(answer.tokens)[:window, :rows],
+                logprobs=np.asarray(answer.logprobs)[:window, :rows],
+                finite=np.asarray(answer.finite)[:window, :rows],
             )
         self._in_flight.popleft()
+        if plan.batch.num_tokens == rows:
+            self.pace.measure(window, dispatched=dispatched, read=time.perf_counter())
         with self.tracer.update:
             results = self.scheduler.update(plan, outputs)
             touched = self._deliver(results)

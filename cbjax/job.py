@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from cbjax.accounting import EngineStats
 from cbjax.config import ContinuousBatchingConfig
-from cbjax.engine import EngineStats
 from cbjax.inputs import Prepared, hints_of
+from cbjax.overlap import UNWATCHED_SECONDS
 from cbjax.requests import GenerationOutput, RequestState, RequestStatus
 from cbjax.sampling import derive_seed
 from cbjax.session import Session, reachable_buckets
@@ -48,9 +49,14 @@ class Job:
             yield self.engine.step()
 
     @contextmanager
-    def running(self, *, warmup: bool, progress_bar: bool) -> Iterator[None]:
-        """Submits, and whatever happens leaves no request alive, no block held, and the outputs in `last_outputs`."""
+    def running(self, *, warmup: bool, progress_bar: bool, watched: bool = False) -> Iterator[None]:
+        """Submits, and whatever happens leaves no request alive, no block held, and the outputs in `last_outputs`.
+
+        Args:
+          watched: tokens are told as they come, so windows stay within the latency that was asked for.
+        """
         self.engine.stats = EngineStats()
+        self.engine.pace.max_seconds = self.config.max_window_latency if watched else UNWATCHED_SECONDS
         self.session.use(self.lm.params)
         before = len(self.session.device.programs)
         try:

@@ -38,6 +38,10 @@ class Ladder:
                 return bucket
         raise ValueError(f"{batch.num_rows} rows with {batch.num_tokens} tokens fit no bucket of the ladder")
 
+    def windows(self, max_window: int, rows: int) -> int:
+        """Steps of a window at most, if as many rows run: 1 where no decode program takes them all."""
+        return max_window if self.decode and rows <= self.decode[-1].rows else 1
+
     def only(self, kept: Container[Bucket]) -> Ladder:
         """The ladder without the buckets that are not in `kept`: what they held takes the next larger one."""
         decode, mixed = (tuple(b for b in buckets if b in kept) for buckets in (self.decode, self.mixed))

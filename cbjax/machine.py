@@ -36,6 +36,7 @@ class MachineFacts:
     source: where that number comes from.
     available_ram_bytes: main memory that nobody uses yet, in bytes; None: not known.
     host_memory: where blocks go that leave the device.
+    dispatches_ahead: a program is dispatched without waiting for it.
     """
 
     platform: str
@@ -44,6 +45,7 @@ class MachineFacts:
     source: str
     available_ram_bytes: int | None = None
     host_memory: HostMemory = HostMemory()
+    dispatches_ahead: bool = True
 
 
 def machine_facts() -> MachineFacts:
@@ -65,6 +67,7 @@ def machine_facts() -> MachineFacts:
         source=source,
         available_ram_bytes=ram,
         host_memory=host_memory(device),
+        dispatches_ahead=device.platform != "cpu" or bool(jax.config.read("jax_cpu_enable_async_dispatch")),
     )
 
 

@@ -21,7 +21,6 @@ from cbjax.manager import ContinuousBatchingManager
 from cbjax.progress import progress
 from cbjax.recording import RecordingWriter
 from cbjax.requests import GenerationOutput, RequestStatus
-from cbjax.resolve import for_call
 from cbjax.session import Session, rounded, session_key
 from cbjax.step_record import Observer, StepRecord
 from cbjax.summary import RunSummary
@@ -134,15 +133,16 @@ class ContinuousMixin:
                     f"stream yields one continuation; got num_return_sequences={len(job.prepared)}: "
                     "use generate_batch, or a manager and its add_request(streaming=True)"
                 )
-            with job.running(warmup=True, progress_bar=progress_bar):
+            with job.running(warmup=True, progress_bar=progress_bar, watched=True):
                 detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
                 text, told = "", 0
                 for (request,) in filter(None, job.steps()):
-                    if detokenizer:
-                        text += detokenizer.add(request.generated_tokens[told:])
-                        told = len(request.generated_tokens)
-                    if request.status < RequestStatus.FINISHED:
-                        yield request.snapshot(text)
+                    # The last token comes with the terminal output.
+                    new = request.generated_tokens[told:]
+                    for token in new[:-1] if request.status >= RequestStatus.FINISHED else new:
+                        told += 1
+                        text += detokenizer.add([token]) if detokenizer else ""
+                        yield request.after(told, text)
             last = next(iter(self.last_outputs.values()))
         yield last
 
@@ -226,7 +226,7 @@ class ContinuousMixin:
 
         `print(timeline)` shows medians by program and the device-active fraction of wall clock; `timeline.save(path)`
         writes a trace for https://ui.perfetto.dev. It holds request ids and no other text. Costs some microseconds a
-        step, and 200 bytes for each of the last `max_steps`; older ones are dropped, and counted.
+        step, and 204 bytes for each of the last `max_steps`; older ones are dropped, and counted.
 
         Raises:
           TypeError, ValueError: `max_steps` is no int of at least 1.
@@ -345,7 +345,7 @@ class ContinuousMixin:
         """The session that is there, if it is as good as a new one for `hints`; else a new one, made for `sizes`."""
         session = self._session
         if session is not None and session.key == session_key(config) and session.covers(hints, open_ended=open_ended):
-            session.resolved = for_call(session.resolved, config)
+            session.adopt(config)
         else:
             if session is not None:
                 why = "a larger workload" if session.key == session_key(config) else "other settings"

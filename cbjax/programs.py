@@ -229,16 +229,18 @@ class ModelDevice:
         """Dispatches one step; returns without waiting for it."""
         call = self._program(bucket)
         result, self.cache.kv, self.slots = call(self.params, self.cache.kv, self.slots, batch)
+        for answer in result:
+            answer.copy_to_host_async()  # on its way when the engine comes to read it
         return result
 
     def recover(self) -> None:
-        """After an interrupted dispatch: if a donated array is gone, fresh ones. Only with no request alive.
+        """After an interrupt or an error: if a donated array is gone or a step failed, fresh arrays.
 
-        So whatever the host tier still holds is nobody's.
+        Only with no request alive, so whatever the host tier still holds is nobody's. Waits for the steps in flight.
         """
         if self.host_tier is not None:
             self.host_tier.clear()
-        if self.cache.is_lost or self.slots.table.is_deleted() or self.slots.last_token.is_deleted():
+        if self.cache.is_lost or not _are_sound((self.cache.kv, self.slots)):
             self.cache.reset()
             self.slots = self._fresh_slots()
 
@@ -284,6 +286,17 @@ def _deep_stacks() -> Iterator[None]:
         yield
     finally:
         threading.stack_size(before)
+
+
+def _are_sound(tree) -> bool:
+    """Whether every array is there and the program that makes it succeeds."""
+    if any(array.is_deleted() for array in jax.tree.leaves(tree)):
+        return False
+    try:
+        jax.block_until_ready(tree)
+    except (RuntimeError, ValueError):  # whatever the program that should have made them raised
+        return False
+    return True
 
 
 def _ids(count: int) -> jax.ShapeDtypeStruct:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -127,6 +127,20 @@ class RequestState:
             num_soft_resets=self.num_soft_resets,
             num_offloads=self.num_offloads,
             num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def after(self, count: int, text: str = "") -> GenerationOutput:
+        """What `snapshot` was after `count` output tokens; any thread may take it, since the lists only grow."""
+        now = self.snapshot(text)
+        return replace(
+            now,
+            generated_tokens=now.generated_tokens[:count],
+            logprobs=now.logprobs[:count],
+            timestamps=now.timestamps[:count],
+            status=RequestStatus.DECODING if count else RequestStatus.PENDING,
+            error=None,
+            finish_reason=None,
+            lifespan=(now.lifespan[0], -1.0),
         )
 
     def _since(self, moment: float | None) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from cbjax.config import ContinuousBatchingConfig, WorkloadHints
 from cbjax.ladder import MIN_DECODE_ROWS, Ladder, make_ladder
 from cbjax.machine import MachineFacts
+from cbjax.overlap import Overlap, resolve_overlap
 from cbjax.sampling.params import NUM_WORDS
 from cbjax.scheduler import (
     NUM_RESERVED_BLOCKS,
@@ -71,6 +72,7 @@ class ResolvedConfig:
       ladder: buckets.
       num_bytes: of the KV store, the two reserved blocks included.
       host_blocks: blocks that the host tier holds; 0: there is none.
+      overlap: how far the host runs ahead of the device.
       decisions: every field's, in order.
     """
 
@@ -79,6 +81,7 @@ class ResolvedConfig:
     ladder: Ladder
     num_bytes: int
     host_blocks: int
+    overlap: Overlap
     decisions: tuple[Decision, ...]
 
     @property
@@ -101,11 +104,16 @@ class ResolvedConfig:
         return "\n".join(lines)
 
 
-def for_call(resolved: ResolvedConfig, config: ContinuousBatchingConfig) -> ResolvedConfig:
-    """The same decisions for a config that differs only in what a call may change."""
-    changed = {decision.field: decision for decision in _per_call(config)}
+def for_call(resolved: ResolvedConfig, config: ContinuousBatchingConfig, machine: MachineFacts) -> ResolvedConfig:
+    """The same decisions for a config that differs only in what a call may change.
+
+    Raises:
+      ValueError: as `resolve_overlap`.
+    """
+    overlap = resolve_overlap(config, machine)
+    changed = {decision.field: decision for decision in _per_call(config, overlap)}
     decisions = tuple(changed.get(decision.field, decision) for decision in resolved.decisions)
-    return replace(resolved, config=config, decisions=decisions)
+    return replace(resolved, config=config, overlap=overlap, decisions=decisions)
 
 
 def blocks_from_hints(max_prompt: int, max_generated: int, block_size: int) -> int:
@@ -141,7 +149,8 @@ def resolve(
     margin = _margin(config, need, num_blocks, policy.default_safety_margin, decisions)
     num_bytes = (num_blocks + NUM_RESERVED_BLOCKS) * config.block_size * model.block_bytes_per_token
     host_blocks = _host_blocks(config, machine, model, num_bytes, decisions)
-    decisions += _fixed(config, hints)
+    overlap = resolve_overlap(config, machine)
+    decisions += [*_fixed(config, hints), *_per_call(config, overlap)]
     scheduler = SchedulerConfig(
         policy=policy,
         num_blocks=num_blocks,
@@ -162,6 +171,7 @@ def resolve(
         ladder=make_ladder(max_batch_tokens=tokens, max_rows=rows, decode=config.max_blocks_per_request != 0),
         num_bytes=num_bytes,
         host_blocks=host_blocks,
+        overlap=overlap,
         decisions=tuple(decisions),
     )
 
@@ -293,13 +303,11 @@ def _fixed(config: ContinuousBatchingConfig, hints: WorkloadHints) -> list[Decis
         decision("scheduler_type", config.scheduler_type, "as asked"),
         decision("allow_block_sharing", config.allow_block_sharing, _why_sharing(config, hints)),
         decision("eviction_policy", config.eviction_policy, "which cached block is taken when no blank one is left"),
-        decision("use_async_batching", False, "steps run one after another"),
         decision("use_cuda_graph", False, "every step is one compiled program"),
         decision("default_compile_level", 0, "every step is one compiled program"),
         decision("per_request_processors", True, "sampling settings are always per request"),
         decision("batch_invariant", "not yet" if config.batch_invariant else False, _why_invariant(config)),
         decision("max_queue_size", 0, "requests are handed to the engine directly"),
-        *_per_call(config),
     ]
 
 
@@ -318,11 +326,20 @@ def _why_invariant(config: ContinuousBatchingConfig) -> str:
     return "off: bits may depend on a request's batch; tokens in float32 do not, but for near ties"
 
 
-def _per_call(config: ContinuousBatchingConfig) -> list[Decision]:
+def _per_call(config: ContinuousBatchingConfig, overlap: Overlap) -> list[Decision]:
     """The fields that a call may change without a new store or program."""
     logprobs, seed = config.return_logprobs, config.seed
     drawn = "drawn anew for each call" if seed is None else "as asked"
+
+    def overlapped(field: str, used: object, why: str) -> Decision:
+        return Decision(field=field, asked=getattr(config, field), used=used, why=why)
+
+    latency = config.max_window_latency
     return [
+        overlapped("use_async_batching", overlap.depth > 0, overlap.why_depth),
+        overlapped("async_depth", overlap.depth, "steps in flight while the next one is planned"),
+        overlapped("decode_window", overlap.window, overlap.why_window),
+        overlapped("max_window_latency", latency, "seconds of a window where tokens are followed or requests can come"),
         Decision(field="return_logprobs", asked=logprobs, used=logprobs, why="as asked"),
         Decision(field="seed", asked=seed, used="random" if seed is None else seed, why=drawn),
     ]

@@ -18,9 +18,10 @@ from cbjax.descriptor import Bucket
 from cbjax.engine import Engine
 from cbjax.invariance import Proof, prove
 from cbjax.machine import MachineFacts, machine_facts
+from cbjax.pace import Pace
 from cbjax.programs import ModelDevice, Program
 from cbjax.progress import progress
-from cbjax.resolve import Decision, ModelFacts, ResolvedConfig, resolve
+from cbjax.resolve import Decision, ModelFacts, ResolvedConfig, for_call, resolve
 from cbjax.scheduler import blocks_for, held_together
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Session:
             resolved.ladder,
             vocab_size=lm.vocab_size,
             max_positions=lm.max_positions,
+            depth=resolved.overlap.depth,
+            pace=Pace(max_window=resolved.overlap.window),
             observers=lm.observers,
             tracer=lm.tracer,
         )
@@ -72,6 +75,16 @@ class Session:
             self.engine.ladder = resolved.ladder.only(())
         self._leaves = jax.tree.leaves(lm.params)
         log.info("session: %s\n%s", self.machine.device, self.resolved.report())
+
+    def adopt(self, config: ContinuousBatchingConfig) -> None:
+        """Goes on under a config of the same `session_key`; no request is alive.
+
+        Raises:
+          ValueError: it asks for what cannot be; nothing changes.
+        """
+        self.resolved = for_call(self.resolved, config, self.machine)
+        self.engine.depth = self.resolved.overlap.depth
+        self.engine.pace.max_window = self.resolved.overlap.window
 
     def covers(self, hints: WorkloadHints, *, open_ended: bool = False) -> bool:
         """Whether this session is as good as a new one for such a workload.
@@ -171,7 +184,9 @@ class Session:
 
 def session_key(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
     """The config without what a session does not depend on."""
-    return replace(config, seed=None, return_logprobs=False)
+    defaults = ContinuousBatchingConfig()
+    per_call = ("seed", "return_logprobs", "use_async_batching", "async_depth", "decode_window", "max_window_latency")
+    return replace(config, **{name: getattr(defaults, name) for name in per_call})
 
 
 def layer_groups_decision(groups: LayerGroups) -> Decision:

@@ -38,7 +38,7 @@ class RequestIds(Mapping[int, str]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class StepRecord:
-    """A step as it was dispatched.
+    """A step, or a window of them, as it was dispatched.
 
     Attributes:
       plan: who computed what, who lost its blocks for it.
@@ -70,13 +70,14 @@ class StepRecord:
 
     @property
     def decode_tokens(self) -> int:
-        """Rows that computed the one token they drew last."""
-        return self.plan.batch.num_tokens - self.prefill_tokens
+        """Computed by rows that went on with the token they drew last, over all steps of a window."""
+        return self.plan.batch.num_computed - self.prefill_tokens
 
     @property
     def rectangle(self) -> int:
-        """Token slots of a padded batch of these rows: as many rows, each as long as the longest."""
-        return self.plan.batch.num_rows * int(self.plan.batch.count.max(initial=0))
+        """Token slots of a padded batch of these rows, in every step: as many rows, each as long as the longest."""
+        batch = self.plan.batch
+        return batch.num_rows * int(batch.count.max(initial=0)) * batch.window
 
     def block_tables(self) -> dict[str, np.ndarray]:
         """i32[blocks] for each running request, in order of its positions; of all layer groups, one after another."""

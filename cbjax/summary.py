@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cbjax.accounting import EngineStats
 from cbjax.descriptor import Bucket
-from cbjax.engine import EngineStats
 from cbjax.programs import Program
 from cbjax.requests import GenerationOutput, RequestStatus
 from cbjax.scheduler import SchedulerConfig

@@ -88,8 +88,8 @@ def solo(request: Request) -> list[int]:
     return solo_run(request.prompt, request.words, request.max_new_tokens, request.eos_token_ids, vocab_size=VOCAB_SIZE)
 
 
-def make_batch(counts: list[int], seed: int = 0) -> Batch:
-    """A batch with rows of these lengths and arbitrary values everywhere else."""
+def make_batch(counts: list[int], seed: int = 0, window: int = 1) -> Batch:
+    """A batch with rows of these lengths, as many steps, and arbitrary values everywhere else."""
     rng, rows = np.random.default_rng(seed), len(counts)
 
     def ints(size: int, low: int = 0, high: int = 1000) -> np.ndarray:
@@ -104,8 +104,11 @@ def make_batch(counts: list[int], seed: int = 0) -> Batch:
         carried=rng.random(rows) < 0.5,
         emits=rng.random(rows) < 0.5,
         output_index=ints(rows),
+        draws=ints(rows, high=window + 1),
+        eos=ints(4 * rows, low=-1).reshape(4, rows),
         words=rng.integers(0, 2**32, (2, rows), dtype=np.uint32),
         tokens=ints(sum(counts), low=1),
+        window=window,
     )
 
 
@@ -113,7 +116,9 @@ def constant_answers(plan: StepPlan, token: int = 0) -> StepOutputs:
     """Answers for a scheduler without any device: every row gets the same token."""
     rows = plan.batch.num_rows
     return StepOutputs(
-        tokens=np.full(rows, token, np.int32), logprobs=np.zeros(rows, np.float32), finite=np.ones(rows, bool)
+        tokens=np.full((1, rows), token, np.int32),
+        logprobs=np.zeros((1, rows), np.float32),
+        finite=np.ones((1, rows), bool),
     )
 
 
@@ -130,12 +135,13 @@ class Loop:
       num_offloads: times that an evicted request kept its KV in host memory.
       num_copies: blocks copied for forks.
       num_drains: times that pressure had to wait for the steps in flight.
-      inputs: what the scheduler was given, in order: ("add", request), ("cancel", uid), ("schedule", None) or
+      max_window: steps of a plan, at most.
+      inputs: what the scheduler was given, in order: ("add", request), ("cancel", uid), ("schedule", max_window) or
         ("update", outputs).
     """
 
-    def __init__(self, config: SchedulerConfig, *, depth: int = 0) -> None:
-        self.config, self.depth = config, depth
+    def __init__(self, config: SchedulerConfig, *, depth: int = 0, max_window: int = 1) -> None:
+        self.config, self.depth, self.max_window = config, depth, max_window
         self.device = make_device(config)
         self.ladder = make_ladder(max_batch_tokens=config.max_batch_tokens, max_rows=config.max_requests_per_batch)
         self.state = initial_state(config)
@@ -153,7 +159,7 @@ class Loop:
 
     def add(
         self,
-        prompt: int | Sequence[int],
+        prompt: int | Sequence[int] | np.ndarray,
         max_new_tokens: int,
         eos: tuple[int, ...] = (),
         fork_of: int | None = None,
@@ -182,8 +188,8 @@ class Loop:
 
     def dispatch(self) -> StepPlan:
         """Plans a step and hands it to the device; an empty plan is returned and forgotten."""
-        self.inputs.append(("schedule", None))
-        plan, state = schedule(self.state)
+        self.inputs.append(("schedule", self.max_window))
+        plan, state = schedule(self.state, self.max_window)
         if plan.is_empty:
             assert state is self.state
             assert plan.soft_resets == plan.offloads == plan.restores == plan.admitted == ()
@@ -217,7 +223,9 @@ class Loop:
         self._verify_table()
         answer = self.device.forward(descriptor, bucket)
         rows = plan.batch.num_rows
-        outputs = StepOutputs(tokens=answer.tokens[:rows], logprobs=answer.logprobs[:rows], finite=answer.finite[:rows])
+        outputs = StepOutputs(
+            tokens=answer.tokens[:, :rows], logprobs=answer.logprobs[:, :rows], finite=answer.finite[:, :rows]
+        )
         self.in_flight.append((plan, outputs))
         self.plans.append(plan)
         self.buckets[bucket] += 1
@@ -334,17 +342,25 @@ def random_prompt(rng: random.Random, length: int) -> np.ndarray:
 
 
 def random_script(
-    seed: int, depth: int, windows: Windows = (None,), *, forks: bool = False, make: type[Loop] = Loop, **changes
+    seed: int,
+    depth: int,
+    windows: Windows = (None,),
+    *,
+    forks: bool = False,
+    max_window: int = 1,
+    make: type[Loop] = Loop,
+    **changes,
 ) -> Loop:
     """A few requests that come while others run, sometimes one is cancelled; all are compared with solo runs.
 
     Args:
       forks: some are continued several times.
+      max_window: over 1, plans have up to as many steps, and some requests end by a token that they draw anywhere.
       make: what drives them.
       changes: fields of the config. With `shares_blocks` prompts begin alike.
     """
     rng = random.Random(seed)
-    loop = make(random_config(rng, POLICIES[seed % 2], windows, **changes), depth=depth)
+    loop = make(random_config(rng, POLICIES[seed % 2], windows, **changes), depth=depth, max_window=max_window)
     shares = loop.config.shares_blocks
     to_come, burst = rng.randint(3, 12), rng.choice([0.3, 0.9])
     while to_come:
@@ -352,6 +368,8 @@ def random_script(
             prompt, new = random_size(rng, loop.config)
             ids = random_prompt(rng, prompt) if shares else prompt
             eos = tuple(range(rng.choice([0, 0, 30])))
+            if max_window > 1 and rng.random() < 0.5:
+                eos = (rng.choice(solo(make_request(len(loop.requests), ids, new))),)
             parent = loop.add(ids, new, eos)
             for _ in range(rng.choice([0, 0, 1, 3, 9]) if forks else 0):
                 loop.add(loop.requests[parent].prompt, new, eos, fork_of=parent)

@@ -20,6 +20,7 @@ from cbjax import (
 from cbjax.descriptor import BatchDescriptor, Bucket
 from cbjax.engine import Engine
 from cbjax.ladder import make_ladder
+from cbjax.pace import Pace
 from cbjax.sampling import NUM_WORDS, derive_seed
 from cbjax.scheduler import StepOutputs
 from cbjax.testing import HistoryHashDevice, solo_run
@@ -76,13 +77,14 @@ class HeldDevice(HistoryHashDevice):
 class HashLM(ContinuousMixin):
     """The prompt decides the tokens, by hashing; see `HistoryHashDevice`."""
 
-    def __init__(self, *, depth: int = 0, tokenizer=None, **scheduler) -> None:
+    def __init__(self, *, depth: int = 0, max_window: int = 1, tokenizer=None, **scheduler) -> None:
         super().__init__()
         self.params, self.tokenizer, self.eos_token_ids = {}, tokenizer, ()
         self.vocab_size, self.max_positions = VOCAB_SIZE, 4096
         self.generation_config = GenerationConfig(max_new_tokens=NEW_TOKENS, eos_token_id=-1)
         self.continuous_batching_config = ContinuousBatchingConfig(seed=SEED)
         self.scheduler, self.depth = make_config(num_words=NUM_WORDS, **scheduler), depth
+        self.pace = Pace(max_window=max_window, step_seconds=0.0)
         self.num_sessions = 0
 
     @property
@@ -111,7 +113,13 @@ class HashLM(ContinuousMixin):
         device.programs = {}
         ladder = make_ladder(max_batch_tokens=config.max_batch_tokens, max_rows=config.max_requests_per_batch)
         engine = Engine(
-            device, config, ladder, vocab_size=VOCAB_SIZE, max_positions=self.max_positions, depth=self.depth
+            device,
+            config,
+            ladder,
+            vocab_size=VOCAB_SIZE,
+            max_positions=self.max_positions,
+            depth=self.depth,
+            pace=self.pace,
         )
         resolved = SimpleNamespace(scheduler=config, ladder=ladder, block_bytes=1)
         return SimpleNamespace(

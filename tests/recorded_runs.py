@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from machines import DEPTHS, POLICIES, VOCAB_SIZE, make_device, random_config, r
 
 from cbjax.engine import Engine
 from cbjax.ladder import make_ladder
+from cbjax.pace import Pace
 from cbjax.recording import Journal
 from cbjax.requests import RequestState, RequestStatus
 from cbjax.sampling import NUM_WORDS
@@ -68,13 +70,14 @@ def _submit(rng: random.Random, run: Run) -> None:
 
 
 def random_run(seed: int, journal: Journal | None, listener: StepListener | None = None) -> Run:
-    """Requests come while others run, are forked and cancelled; weights change, and sometimes all is aborted.
+    """Requests come while others run, in windows or not, are forked and cancelled; weights change, some abort all.
 
     Whatever ended by itself has the tokens of its solo run.
     """
     rng = random.Random(seed)
     run = Run(random_engine(rng, POLICIES[seed % 2]))
     engine = run.engine
+    engine.pace = Pace(max_window=(1, 3, 16)[seed // 2 % 3], max_seconds=math.inf, step_seconds=0.0)
     engine.observers = [run.steps.append]
     if listener is not None:
         engine.tracer.add(listener)

@@ -107,7 +107,7 @@ def answers(tokens: Sequence[int]) -> StepOutputs:
     """What a device says, row by row."""
     rows = len(tokens)
     return StepOutputs(
-        tokens=np.array(tokens, np.int32), logprobs=np.zeros(rows, np.float32), finite=np.ones(rows, bool)
+        tokens=np.array([tokens], np.int32), logprobs=np.zeros((1, rows), np.float32), finite=np.ones((1, rows), bool)
     )
 
 

@@ -31,7 +31,15 @@ BATCHING_DEFAULTS = {
     "per_request_processors": False,
     "max_queue_size": 0,
 }
-OWN_DEFAULTS = {"eviction_policy": "arc", "seed": None, "compilation_cache": True, "batch_invariant": False}
+OWN_DEFAULTS = {
+    "batch_invariant": False,
+    "async_depth": None,
+    "decode_window": None,
+    "max_window_latency": 0.05,
+    "eviction_policy": "arc",
+    "seed": None,
+    "compilation_cache": True,
+}
 GENERATION_DEFAULTS = {
     "max_new_tokens": 20,
     "do_sample": None,
@@ -118,7 +126,6 @@ def test_values_at_the_ends_of_their_ranges_are_accepted(scheduler_type, margin)
 @pytest.mark.parametrize(
     "off",
     [
-        {"use_async_batching": False},
         {"use_cuda_graph": False},
         {"default_compile_level": 0},
         {"per_request_processors": True},

@@ -193,7 +193,7 @@ def test_invariant_6_nan_logits_fail_their_request_alone() -> None:
         return SimpleNamespace(
             tokens=answer.tokens,
             logprobs=answer.logprobs,
-            finite=(batch.uid != poisoned) | (batch.output_index < 2),
+            finite=((batch.uid != poisoned) | (batch.output_index < 2))[None],
         )
 
     device.forward = with_nan

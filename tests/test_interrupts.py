@@ -1,10 +1,12 @@
 """B40: whatever interrupts a call, and wherever: no thread, request or held block stays, and the next call is right."""
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -41,8 +43,8 @@ def right(lm):
     return [output.generated_tokens for output in generate(lm)]
 
 
-def generate(lm, **options):
-    return list(lm.generate_batch(PROMPTS, GREEDY, CONFIG, **options).values())
+def generate(lm, config=CONFIG, **options):
+    return list(lm.generate_batch(PROMPTS, GREEDY, config, **options).values())
 
 
 @contextlib.contextmanager
@@ -217,6 +219,30 @@ def test_b40_an_exception_inside_the_model_step(lm, right, monkeypatch):
         assert all("device lost" in output.error for output in lm.last_outputs.values())
 
 
+@pytest.mark.parametrize("ahead", [{}, {"async_depth": 3, "decode_window": 2}], ids=["sync", "ahead"])
+def test_b40_a_step_that_fails_once_it_runs_leaves_no_broken_store(lm, right, monkeypatch, ahead):
+    """The error comes with the answers; what was dispatched behind it takes its arrays and fails, too."""
+
+    def fails(array):
+        raise RuntimeError("out of memory")
+
+    broken = jax.jit(lambda a: jax.pure_callback(fails, jax.ShapeDtypeStruct(a.shape, a.dtype), a))
+    forward, calls = ModelDevice.forward, 0
+
+    def fail_at_step_3(device, batch, bucket):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            device.cache.kv = [broken(array) for array in device.cache.kv]
+        return forward(device, batch, bucket)
+
+    with leaves_nothing(lm, right), monkeypatch.context() as patched:
+        patched.setattr(ModelDevice, "forward", fail_at_step_3)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            generate(lm, dataclasses.replace(CONFIG, **ahead))
+        assert {output.status for output in lm.last_outputs.values()} == {RequestStatus.FAILED}
+
+
 def test_b40_what_had_ended_before_the_interrupt_stays_finished(lm, right, monkeypatch):
     with leaves_nothing(lm, right), monkeypatch.context() as patched:
         patched.setattr(ModelDevice, "forward", raising(ModelDevice.forward, KeyboardInterrupt(), at=4))
@@ -264,20 +290,24 @@ class LineInterrupt:
         return self.line
 
 
-def test_b40_an_interrupt_at_any_line(lm, right):
-    generate(lm)
+@pytest.mark.parametrize("ahead", [{}, {"async_depth": 2, "decode_window": 3}], ids=["sync", "ahead"])
+def test_b40_an_interrupt_at_any_line(lm, right, ahead):
+    config = dataclasses.replace(CONFIG, **ahead)
+    generate(lm, config)
     with LineInterrupt() as counter:
-        generate(lm)
+        generate(lm, config)
     assert counter.lines > 1000
     points = np.linspace(1, counter.lines, 40).astype(int).tolist()
     interrupted = 0
     for at in points:
         try:
             with LineInterrupt(at):
-                generate(lm)
+                generate(lm, config)
         except KeyboardInterrupt:
             interrupted += 1
         assert lm.session.engine.is_idle
         assert lm.session.engine.state.pool.num_free == 64
-        assert [output.generated_tokens for output in generate(lm)] == right, f"after an interrupt at line event {at}"
+        assert [output.generated_tokens for output in generate(lm, config)] == right, (
+            f"after an interrupt at line event {at}"
+        )
     assert interrupted >= 38

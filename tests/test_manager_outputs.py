@@ -186,6 +186,34 @@ def test_a_handler_gets_each_token_of_a_stream_and_only_the_end_of_others(lm, ma
     assert list(manager) == []
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_windows_are_told_token_by_token_to_handlers_and_readers(depth):
+    lm = HashLM(depth=depth, max_window=5)
+    with running_manager(lm) as manager:
+        lm.device.hold()
+        manager.add_request(A, "x", 30, streaming=True)
+        lm.device.wait()
+        got, stream = [], manager.request_id_iter("x")
+        manager.register_result_handler("x", got.append)
+        lm.device.free()
+        read = list(stream)
+        manager.stop()
+        tokens = right(A, 0, 30)
+        for outputs in (got, read):
+            assert [output.generated_tokens for output in outputs] == [tokens[:n] for n in range(1, 31)]
+            assert [output.is_finished() for output in outputs] == [False] * 29 + [True]
+        assert lm.engine.stats.windows == {5: 5, 4: 1}
+
+
+def test_a_window_is_no_longer_than_the_latency_that_was_asked_for():
+    lm = HashLM(max_window=16)
+    lm.pace.step_seconds = lm.continuous_batching_config.max_window_latency
+    with running_manager(lm) as manager:
+        manager.add_request(A, "x", 2)
+        result(manager, "x")
+        assert not lm.engine.stats.windows
+
+
 def test_a_handler_that_is_registered_late_gets_all_tokens_so_far(lm, manager):
     """Also defect: a request that ended before its handler was registered hung its client."""
     manager.add_request(A, "x", 1)

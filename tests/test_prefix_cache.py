@@ -268,9 +268,9 @@ def test_namespaces_share_nothing() -> None:
 def test_rows_whose_logits_were_not_finite_register_nothing() -> None:
     state = add(initial_state(make_config(shares_blocks=True)), make_request(0, 12, 4))
     plan, state = schedule(state)
-    nothing = np.zeros(1)
+    nothing = np.zeros((1, 1))
     outputs = StepOutputs(
-        tokens=nothing.astype(np.int32), logprobs=nothing.astype(np.float32), finite=np.zeros(1, bool)
+        tokens=nothing.astype(np.int32), logprobs=nothing.astype(np.float32), finite=np.zeros((1, 1), bool)
     )
     state, results = update(state, plan, outputs)
     assert [ended.reason for ended in results.ended] == ["failed"]

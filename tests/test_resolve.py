@@ -257,6 +257,46 @@ def test_the_margin_comes_with_the_policy_unless_it_is_given(name, margin):
 # The report.
 
 
+# How far the host runs ahead.
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine", "depth", "window"),
+    [
+        ({}, CPU, 0, 1),
+        ({}, GPU, 1, 8),
+        ({}, TPU, 1, 8),
+        ({"use_async_batching": False}, GPU, 0, 8),
+        ({"use_async_batching": True}, CPU, 1, 1),
+        ({"async_depth": 3}, CPU, 3, 1),
+        ({"use_async_batching": True, "async_depth": 2}, GPU, 2, 8),
+        ({"decode_window": 4}, CPU, 0, 4),
+        ({"decode_window": 1}, GPU, 1, 1),
+        ({"decode_window": 4, "max_blocks_per_request": 0}, GPU, 1, 1),
+    ],
+)
+def test_how_far_the_host_runs_ahead(settings, machine, depth, window):
+    overlap = resolve(ContinuousBatchingConfig(**settings), NONE, machine, MODEL).overlap
+    assert (overlap.depth, overlap.window) == (depth, window)
+
+
+def test_invariant_8_a_window_that_cannot_be_is_reported():
+    config = ContinuousBatchingConfig(decode_window=4, max_blocks_per_request=0)
+    assert used("decode_window", config, machine=GPU) == (
+        1,
+        "not given: max_blocks_per_request=0 leaves the decode programs out",
+    )
+
+
+def test_steps_in_flight_where_every_dispatch_waits_are_refused_and_not_chosen():
+    waits = dataclasses.replace(CPU, dispatches_ahead=False)
+    assert used("use_async_batching", machine=waits)[0] is False
+    assert "jax_cpu_enable_async_dispatch" in used("use_async_batching", machine=waits)[1]
+    for settings in ({"use_async_batching": True}, {"async_depth": 1}):
+        with pytest.raises(ValueError, match="cpu is not, since jax_cpu_enable_async_dispatch is off"):
+            resolve(ContinuousBatchingConfig(**settings), NONE, waits, MODEL)
+
+
 def test_invariant_8_every_field_is_in_the_report_once():
     report = resolve(ContinuousBatchingConfig(), NONE, CPU, MODEL).report()
     named = [line.split()[0] for line in report.splitlines()[1:]]

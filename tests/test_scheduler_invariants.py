@@ -261,7 +261,7 @@ def test_invariant_5_two_half_done_prefills_that_starve_each_other(policy: str, 
         assert draft.take_blocks(slot, 2)
         draft.choose(np.array([slot]), np.array([8], np.int32))
     batch, delta = draft.batch(), draft.table_delta()
-    loop.state = replace(draft.freeze(num_in_flight=0), num_in_flight=0)
+    loop.state = replace(draft.freeze(in_flight=()), in_flight=())
     check(loop.state)
     loop.device.update_table(delta)
     bucket = loop.ladder.select(batch)

@@ -1,5 +1,6 @@
 """Simulation: equal to counting by hand where that can be done, to the engine step by step, and to itself."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,9 +13,10 @@ from machines import POLICIES, make_config, make_device
 from cbjax.descriptor import BatchDescriptor, Bucket
 from cbjax.engine import Engine
 from cbjax.ladder import make_ladder
+from cbjax.pace import Pace
 from cbjax.sampling import NUM_WORDS, SamplingParams
 from cbjax.scheduler import Batch, SchedulerConfig, check
-from cbjax.simulate import ConstantCost, Result, Simulation, Trace, make_trace, simulate, simulation_config
+from cbjax.simulate import ConstantCost, LinearCost, Result, Simulation, Trace, make_trace, simulate, simulation_config
 from cbjax.simulate.trace import MAX_VOCAB_SIZE
 from cbjax.testing import HistoryHashDevice
 
@@ -77,6 +79,26 @@ def test_waiting_is_until_admission_and_idle_time_is_jumped() -> None:
     assert result.latency.tolist() == [3.0, 4.0, 1.0]
     assert (result.num_steps, result.seconds) == (6, 101.0)
     assert result.timeline.waiting.tolist() == [0, 1, 1, 0, 0, 0]
+
+
+def test_a_window_by_hand() -> None:
+    """A prefill with the first token, windows of 4 and 2 steps with the others, and half a second of the host each."""
+    trace = make_trace([0.0, 0.0], [4, 6], [7, 4])
+    cost = LinearCost(step=1.0, dispatch=0.5, token=0.01)
+    result = simulate(trace, make_config(), cost=cost, max_window=4)
+    assert (result.num_steps, result.generated_tokens, result.computed_tokens) == (3, 11, 10 + 9)
+    first = 0.5 + 1 + 0.1
+    second = first + 0.5 + 4 + 0.07
+    assert result.first_token.tolist() == pytest.approx([first, first])
+    assert result.latency.tolist() == pytest.approx([second + 0.5 + 2 + 0.02, second])
+    assert result.inter_token.count == 9
+    # Within a window tokens come together.
+    assert result.inter_token.quantiles([0.5])[0] < 1e-5
+    single = simulate(trace, make_config(), cost=cost)
+    assert single.generated_tokens == 11
+    assert single.seconds == pytest.approx(7 * 1.5 + 0.19)
+    with pytest.raises(ValueError, match="max_window must be from 1 to 16 steps; got 17"):
+        simulate(trace, make_config(), max_window=17)
 
 
 def test_a_run_can_be_looked_at_before_it_ends() -> None:
@@ -188,7 +210,7 @@ class TraceDevice(HistoryHashDevice):
         return int(self.trace.outputs(batch.uid[r : r + 1], batch.output_index[r : r + 1])[0])
 
 
-def engine_batches(trace: Trace, config: SchedulerConfig) -> tuple[list[Batch], Engine]:
+def engine_batches(trace: Trace, config: SchedulerConfig, max_window: int) -> tuple[list[Batch], Engine]:
     """What the engine runs if requests are submitted when as many steps have been made as their arrival says."""
     config = replace(config, num_words=NUM_WORDS)
     fields = ("block_size", "num_blocks", "num_slots", "vocab_size", "windows")
@@ -207,6 +229,7 @@ def engine_batches(trace: Trace, config: SchedulerConfig) -> tuple[list[Batch], 
         ladder,
         vocab_size=MAX_VOCAB_SIZE,
         max_positions=10_000,
+        pace=Pace(max_window=max_window, max_seconds=math.inf, step_seconds=0.0),
         observers=[lambda record: batches.append(record.plan.batch)],
     )
     clock, handed = 0, 0
@@ -223,7 +246,7 @@ def engine_batches(trace: Trace, config: SchedulerConfig) -> tuple[list[Batch], 
             )
             handed += 1
         engine.step()
-        clock += 1
+        clock += batches[-1].window
     return batches, engine
 
 
@@ -232,8 +255,9 @@ def test_plans_are_those_of_the_engine(seed: int) -> None:
     windows = [(None,), (None, 6), (5,)][seed % 3]
     trace = random_trace(seed, spread=[0.0, 15.0, 60.0][seed % 3])
     config = random_config(seed, windows=windows)
-    expected, engine = engine_batches(trace, config)
-    simulation = Simulation(trace, config, cost=SECOND)
+    max_window = (1, 4)[seed % 2]
+    expected, engine = engine_batches(trace, config, max_window)
+    simulation = Simulation(trace, config, cost=SECOND, max_window=max_window)
     batches = []
     while not simulation.is_done:
         batches.append(simulation.step().batch)
@@ -242,6 +266,7 @@ def test_plans_are_those_of_the_engine(seed: int) -> None:
         assert replace(batch, words=other.words) == other
     result, stats = simulation.result(), engine.stats
     assert result.steps == stats.steps
+    assert bool(stats.windows) == (max_window > 1)
     same_counts = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "soft_resets", "offloads", "peak_blocks")
     for name in (*same_counts, "offloaded_blocks", "restored_blocks"):
         assert getattr(result, name) == getattr(stats, name), name

@@ -189,8 +189,8 @@ def test_a_full_ring_drops_the_oldest_steps_and_says_so(tmp_path):
     assert (about["steps"], about["steps_dropped"]) == (timeline.num_steps, timeline.num_dropped)
 
 
-def test_a_step_takes_200_bytes():
-    assert STEP.itemsize == 200
+def test_a_step_takes_204_bytes():
+    assert STEP.itemsize == 204
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (2.5, TypeError), (True, TypeError)])

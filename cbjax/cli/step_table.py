@@ -15,9 +15,10 @@ _MOST_NAMED = 6
 def line_of(step: ReplayedStep) -> str:
     """Numbers under `HEAD`, then what came before the step, and what it did to whom."""
     plan, state = step.plan, step.state
-    decode = int(plan.batch.carried.sum())
+    batch = plan.batch
+    prefill = int(batch.count[~batch.carried].sum())
     numbers = (
-        f"{step.index:>6} {plan.batch.num_rows:>5} {plan.batch.num_tokens - decode:>8} {decode:>7} "
+        f"{step.index:>6} {batch.num_rows:>5} {prefill:>8} {batch.num_computed - prefill:>7} "
         f"{state.pool.num_free:>12} {len(state.waiting):>8}"
     )
     return f"{numbers}  {'; '.join(_events(step))}".rstrip()
@@ -27,6 +28,8 @@ def _events(step: ReplayedStep) -> Iterator[str]:
     """In the order in which they came."""
     plan = step.plan
     yield from filter(None, map(_input, step.inputs))
+    if plan.batch.window > 1:
+        yield f"a window of {plan.batch.window} steps"
     yield from _listed("soft reset", [f"{r.uid} ({r.num_tokens} tokens)" for r in plan.soft_resets])
     yield from _listed("offloaded", [f"{o.uid} ({len(o.blocks)} blocks)" for o in plan.offloads])
     yield from _listed("restored", [f"{r.uid} ({len(r.blocks)} blocks)" for r in plan.restores])

@@ -15,7 +15,7 @@ import numpy as np
 
 from cbjax.descriptor import Bucket
 from cbjax.sampling import SamplingParams
-from cbjax.scheduler import Batch, SchedulerConfig, blocks_for
+from cbjax.scheduler import NUM_EOS_IDS, Batch, SchedulerConfig, blocks_for
 
 # Tokens of the sequence: more than one chunk of attention, and of its tiles.
 LENGTH = 192
@@ -67,6 +67,7 @@ class Probe:
         asked = [i % len(_SETTINGS) if p.is_mate else (p.query or 0) % len(_SETTINGS) for i, p in enumerate(pieces)]
         words = np.stack([_SETTINGS[i].pack() for i in asked], axis=1)
         words[:, [p.is_mate and quiet_mates for p in pieces]] = 0
+        emits = np.array([p.is_mate or p.query is not None for p in pieces])
         return Batch(
             uid=np.zeros(rows, np.int32),
             incarnation=np.zeros(rows, np.int32),
@@ -74,8 +75,10 @@ class Probe:
             start=np.array([p.start for p in pieces], np.int32),
             count=np.array([p.count for p in pieces], np.int32),
             carried=np.zeros(rows, np.bool_),
-            emits=np.array([p.is_mate or p.query is not None for p in pieces]),
+            emits=emits,
             output_index=np.array([p.query or 0 for p in pieces], np.int32),
+            draws=emits.astype(np.int32),
+            eos=np.full((NUM_EOS_IDS, rows), -1, np.int32),
             words=words,
             tokens=np.concatenate(parts),
         )

@@ -139,10 +139,14 @@ class _Bench:
         """Runs one step; returns each answered query with the bits of its token and logprob."""
         device, trash = self.device, self.device.config.max_requests_per_batch
         batch = build(self.probe.batch(pieces, quiet_mates=quiet_mates), bucket, trash)
-        slots = SlotState(last_token=jnp.zeros(trash + 1, jnp.int32), table=jnp.asarray(self.probe.table))
+        slots = SlotState(
+            last_token=jnp.zeros(trash + 1, jnp.int32),
+            goes_on=jnp.ones(trash + 1, jnp.bool_),
+            table=jnp.asarray(self.probe.table),
+        )
         call = device.programs[bucket].call
         result, device.cache.kv, _ = call(device.params, device.cache.kv, slots, batch)
-        tokens, logprobs = np.asarray(result.tokens), np.asarray(result.logprobs).view(np.uint32)
+        tokens, logprobs = np.asarray(result.tokens)[0], np.asarray(result.logprobs)[0].view(np.uint32)
         rows = [(row, piece.query) for row, piece in enumerate(pieces) if piece.query is not None]
         return [(query, (int(tokens[row]), int(logprobs[row]))) for row, query in rows]
 

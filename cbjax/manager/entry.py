@@ -59,19 +59,9 @@ class Entry:
         return self.prepared.request_id
 
     def after(self, count: int) -> GenerationOutput:
-        """The snapshot after `count` published tokens; any thread may take it, since lists only grow."""
+        """The snapshot after `count` published tokens."""
         assert self.state is not None
-        now = self.state.snapshot()
-        return replace(
-            now,
-            generated_tokens=now.generated_tokens[:count],
-            logprobs=now.logprobs[:count],
-            timestamps=now.timestamps[:count],
-            status=RequestStatus.DECODING if count else RequestStatus.PENDING,
-            error=None,
-            finish_reason=None,
-            lifespan=(now.lifespan[0], -1.0),
-        )
+        return self.state.after(count)
 
     def ended(self, status: RequestStatus, error: str, tokenizer: Tokenizer | None) -> GenerationOutput:
         """The terminal output of a request that the manager ends, with the tokens published so far."""
@@ -89,12 +79,14 @@ class Reader:
 
     Attributes:
       num_seen: tokens of the last snapshot.
+      first: tokens that were published when it was made.
     """
 
     def __init__(self, entry: Entry, tokenizer: Tokenizer | None) -> None:
+        """The ledger's lock is held."""
         from cbjax.text import Detokenizer
 
-        self._entry, self._text, self.num_seen = entry, "", 0
+        self._entry, self._text, self.num_seen, self.first = entry, "", 0, entry.num_tokens
         self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
 
     def read(self, count: int) -> GenerationOutput:

@@ -98,17 +98,20 @@ class Ledger:
         return [entry for entry in self._handled.values() if entry.output is not None]
 
     def next_for_handler(self, entry: Entry) -> GenerationOutput | None:
-        """What the entry's handler is to be told now; the terminal output is then taken."""
+        """What the entry's handler is to be told next, if anything; the terminal output is then taken.
+
+        The first time it is all that was there when the handler was registered, then token by token.
+        """
         with self.lock:
-            if entry.index not in self._handled:
+            reader, count = entry.reader, entry.num_tokens
+            if entry.index not in self._handled or reader is None:
                 return None
-            if entry.output is not None:
+            following = max(reader.num_seen + 1, reader.first)
+            in_between = entry.streaming and not entry.cancelled
+            if entry.output is not None and (not in_between or following >= count):
                 self._take(entry)
                 return entry.output
-            reader, count = entry.reader, entry.num_tokens
-        if reader is None or entry.cancelled or not entry.streaming or count <= reader.num_seen:
-            return None
-        return reader.read(count)
+        return reader.read(following) if in_between and following <= count else None
 
     def result(self, request_id: str, timeout: float | None) -> GenerationOutput | None:
         """Waits for one request's terminal output and takes it; None if it does not come."""

@@ -11,7 +11,9 @@ from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbjax.engine import Engine, EngineStats
+from cbjax.accounting import EngineStats
+from cbjax.config import ContinuousBatchingConfig
+from cbjax.engine import Engine
 from cbjax.manager.entry import Entry
 from cbjax.manager.ledger import Ledger
 from cbjax.requests import RequestState, RequestStatus
@@ -44,8 +46,8 @@ class Loop:
     session: of the last run.
     """
 
-    def __init__(self, lm: ContinuousMixin, ledger: Ledger, *, logprobs: bool) -> None:
-        self._lm, self._ledger, self._logprobs = lm, ledger, logprobs
+    def __init__(self, lm: ContinuousMixin, ledger: Ledger, config: ContinuousBatchingConfig) -> None:
+        self._lm, self._ledger, self._config = lm, ledger, config
         self._work = threading.Condition(ledger.lock)
         self._inbox: deque[Callable[[], None]] = deque()
         self._running: dict[int, Entry] = {}  # by the engine's uid
@@ -65,6 +67,7 @@ class Loop:
     def start(self, session: Session) -> None:
         """Starts a thread over this session; the last one has ended."""
         session.engine.stats = EngineStats()
+        session.engine.pace.max_seconds = self._config.max_window_latency
         session.use(self._lm.params)
         thread = threading.Thread(target=self._run, args=(session,), name="cbjax-manager", daemon=True)
         with self._ledger.lock:
@@ -123,7 +126,7 @@ class Loop:
                 entry.prepared,
                 seed=entry.seed,
                 eos_token_ids=self._lm.eos_token_ids,
-                logprobs=self._logprobs,
+                logprobs=self._config.return_logprobs,
                 created=entry.created,
                 fork_of=entry.relative,
             )
@@ -156,8 +159,7 @@ class Loop:
 
     def tell(self, entry: Entry) -> None:
         """Tells the entry's handler what it has not been told."""
-        output = self._ledger.next_for_handler(entry)
-        if output is not None and entry.handler is not None:
+        while entry.handler is not None and (output := self._ledger.next_for_handler(entry)) is not None:
             entry.handler(output)
 
     # The thread.

@@ -54,7 +54,7 @@ class ContinuousBatchingManager:
         generation = given("generation_config", generation_config, GenerationConfig, lm.generation_config)
         self._destroyed = False
         self._ledger = Ledger()
-        self._loop = Loop(lm, self._ledger, logprobs=self._config.return_logprobs)
+        self._loop = Loop(lm, self._ledger, self._config)
         self._intake = Intake(lm, self._ledger, self._loop, self._config, generation)
 
     # Life.

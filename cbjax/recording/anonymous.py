@@ -120,14 +120,20 @@ class _Disguise:
         return replace(request, prompt=prompt, namespace=namespace)
 
     def _answers(self, given: Update, plan: StepPlan) -> np.ndarray:
-        """i32[rows]; 0 where nobody will read it."""
-        counts = plan.batch.emits if given.finite is None else plan.batch.emits & given.finite
-        tokens = np.zeros_like(given.tokens)
-        for row in np.flatnonzero(counts):
-            uid, token = int(plan.batch.uid[row]), int(given.tokens[row])
-            if uid in self._alive:
+        """i32[window * rows]; 0 where nobody will read it."""
+        batch = plan.batch
+        counts = np.arange(batch.window)[:, None] < batch.draws
+        if given.finite is not None:
+            counts &= given.finite.reshape(counts.shape)
+        tokens, answers = np.zeros(counts.shape, np.int32), given.tokens.reshape(counts.shape)
+        ended: set[int] = set()  # within the window
+        for step, row in np.argwhere(counts):
+            uid, token = int(batch.uid[row]), int(answers[step, row])
+            if uid in self._alive and uid not in ended:
                 state, eos = self._alive[uid]
                 state, id = self._next(state, token)
                 self._alive[uid] = state, eos
-                tokens[row] = token if token in eos else id
-        return tokens
+                tokens[step, row] = token if token in eos else id
+                if token in eos:
+                    ended.add(uid)
+        return tokens.ravel()

@@ -37,9 +37,11 @@ class Schedule:
 
     Attributes:
       digest: of the plan, empty or not; None: there was none, since `schedule` raised or was interrupted.
+      max_window: its argument.
     """
 
     digest: str | None = None
+    max_window: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,8 +49,8 @@ class Update:
     """`update` of the oldest plan in flight.
 
     Attributes:
-      tokens: i32[rows], 0 where the row does not emit.
-      finite: bool[rows]; None: all of them.
+      tokens: i32[window * rows], all rows of a step and then the next one's, 0 where a row draws nothing.
+      finite: bool[window * rows]; None: all of them.
     """
 
     tokens: np.ndarray

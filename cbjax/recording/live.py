@@ -80,25 +80,26 @@ class LiveScheduler:
         self.state, found = cancel(self.state, uid)
         return found
 
-    def schedule(self) -> StepPlan:
-        """The next step; unless it is empty, it is in flight from now on."""
+    def schedule(self, max_window: int = 1) -> StepPlan:
+        """The next step, or a window of up to `max_window`; unless it is empty, it is in flight from now on."""
         try:
-            plan, state = schedule(self.state)
+            plan, state = schedule(self.state, max_window)
         except BaseException:
             if self.journal is not None:  # so that a replay comes to the same error
-                self.journal(Schedule(digest=None))
+                self.journal(Schedule(digest=None, max_window=max_window))
             raise
         if self.journal is not None:
-            self.journal(Schedule(digest=plan_digest(plan)))
+            self.journal(Schedule(digest=plan_digest(plan), max_window=max_window))
         self.state = state
         return plan
 
     def update(self, plan: StepPlan, outputs: StepOutputs) -> StepResults:
         """Applies the answers to the oldest plan in flight."""
         if self.journal is not None:
-            finite = None if outputs.finite.all() else outputs.finite
-            tokens = np.where(plan.batch.emits, outputs.tokens, 0).astype(np.int32)
-            self.journal(Update(tokens=tokens, finite=finite))
+            finite = None if outputs.finite.all() else outputs.finite.ravel()
+            draws = np.arange(plan.batch.window)[:, None] < plan.batch.draws
+            tokens = np.where(draws, outputs.tokens, 0).astype(np.int32)
+            self.journal(Update(tokens=tokens.ravel(), finite=finite))
         self.state, results = update(self.state, plan, outputs)
         return results
 

@@ -89,9 +89,9 @@ class Player:
             case Schedule(digest=None):
                 if self._journal is not None:
                     self._journal(given)
-                schedule(scheduler.state)  # raises again, unless it was interrupted
+                schedule(scheduler.state, given.max_window)  # raises again, unless it was interrupted
             case Schedule():
-                return self._schedule(scheduler)
+                return self._schedule(scheduler, given.max_window)
             case Update():
                 return self._update(scheduler, given)
             case Renew():
@@ -101,21 +101,23 @@ class Player:
                 self.in_flight.clear()
         return None
 
-    def _schedule(self, scheduler: LiveScheduler) -> StepPlan:
-        plan = scheduler.schedule()
+    def _schedule(self, scheduler: LiveScheduler, max_window: int) -> StepPlan:
+        plan = scheduler.schedule(max_window)
         if not plan.is_empty:
             self.in_flight.append(plan)
             self.num_steps += 1
         return plan
 
     def _update(self, scheduler: LiveScheduler, given: Update) -> StepResults:
-        rows = len(given.tokens)
-        if not self.in_flight or self.in_flight[0].batch.num_rows != rows:
-            planned = f"a plan of {self.in_flight[0].batch.num_rows}" if self.in_flight else "no plan"
-            message = f"after step {self.num_steps - 1}: {rows} rows were answered and {planned} is in flight"
+        answers = len(given.tokens)
+        batch = self.in_flight[0].batch if self.in_flight else None
+        if batch is None or batch.window * batch.num_rows != answers:
+            planned = f"a plan of {batch.window * batch.num_rows}" if batch is not None else "no plan"
+            message = f"after step {self.num_steps - 1}: {answers} rows were answered and {planned} is in flight"
             raise ReplayMismatch(message, step=self.num_steps)
-        finite = np.ones(rows, bool) if given.finite is None else given.finite
-        outputs = StepOutputs(tokens=given.tokens, logprobs=np.zeros(rows, np.float32), finite=finite)
+        tokens = given.tokens.reshape(batch.window, -1)
+        finite = np.ones(tokens.shape, bool) if given.finite is None else given.finite.reshape(tokens.shape)
+        outputs = StepOutputs(tokens=tokens, logprobs=np.zeros(tokens.shape, np.float32), finite=finite)
         return scheduler.update(self.in_flight.popleft(), outputs)
 
 

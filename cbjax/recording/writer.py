@@ -21,7 +21,7 @@ from cbjax.recording.inputs import Input
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 END = ["end"]
 
 

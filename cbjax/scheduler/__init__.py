@@ -17,6 +17,8 @@ from cbjax.scheduler.groups import first_column as first_column
 from cbjax.scheduler.groups import held_together as held_together
 from cbjax.scheduler.groups import most_columns as most_columns
 from cbjax.scheduler.groups import most_held as most_held
+from cbjax.scheduler.plan import MAX_WINDOW as MAX_WINDOW
+from cbjax.scheduler.plan import NUM_EOS_IDS as NUM_EOS_IDS
 from cbjax.scheduler.plan import Admission as Admission
 from cbjax.scheduler.plan import Batch as Batch
 from cbjax.scheduler.plan import BlockCopies as BlockCopies

@@ -13,7 +13,8 @@ class Bucket:
     """The shapes of one program.
 
     Attributes:
-      kind: "decode", one token per row and token i is row i's; or "mixed", rows of any length packed one after another.
+      kind: "decode", one token per row and token i is row i's, for as many steps as the batch's window has; or
+        "mixed", one step of rows of any length packed one after another.
       tokens, rows: capacities; equal for "decode".
     """
 
@@ -28,4 +29,4 @@ class Bucket:
         """Whether the batch can be padded to this bucket."""
         if batch.num_rows > self.rows or batch.num_tokens > self.tokens:
             return False
-        return self.kind == "mixed" or batch.num_tokens == batch.num_rows
+        return batch.window == 1 if self.kind == "mixed" else batch.num_tokens == batch.num_rows

@@ -103,7 +103,9 @@ def _check_row(state: SchedulerState, slot: int) -> None:
     _check_windows(state, slot)
     assert len(record.history) == row[Field.PREFILL] >= row[Field.PROMPT] > 0
     assert row[Field.COMPUTED] <= row[Field.LENGTH] + max(0, in_flight - 1), "KV beyond what can be known"
-    assert 0 <= in_flight <= state.num_in_flight, f"{in_flight} outputs in {state.num_in_flight} steps in flight"
+    assert 0 <= in_flight <= sum(state.in_flight), (
+        f"{in_flight} outputs in windows of {state.in_flight} steps in flight"
+    )
     assert row[Field.DRAWN] <= row[Field.LIMIT], "more outputs scheduled than the limit"
     tokens = known_tokens(state, slot)
     assert len(tokens) == row[Field.LENGTH], "history, chain and tail do not add up to the row's length"

@@ -12,7 +12,7 @@ import numpy as np
 
 from cbjax.scheduler.blocks import blocks_for
 from cbjax.scheduler.hit import Hit
-from cbjax.scheduler.plan import NO_COPIES, Admission, Batch, BlockCopies, Restore, TableDelta
+from cbjax.scheduler.plan import NO_COPIES, NUM_EOS_IDS, Admission, Batch, BlockCopies, Restore, TableDelta
 from cbjax.scheduler.pool import PoolDraft
 from cbjax.scheduler.state import Field, Record, SchedulerState, TableEntry
 from cbjax.scheduler.waiting import Saved, Waiting
@@ -181,7 +181,7 @@ class Draft:
         ):
             self.rows[field, slot] = value
         self._write_settings(slot, request.words, request.eos_token_ids)
-        self.tail = _writable(self.tail, self.state.tail)
+        self.tail = writable(self.tail, self.state.tail)
         rest = length % self.config.block_size
         self.tail[slot, :rest] = history[length - rest :]
         self.waiting = self.waiting.remove(request.uid)
@@ -229,14 +229,14 @@ class Draft:
         return restored
 
     def _write_settings(self, slot: int, words: np.ndarray, eos: tuple[int, ...]) -> None:
-        self.words = _writable(self.words, self.state.words)
+        self.words = writable(self.words, self.state.words)
         self.words[:, slot] = words
-        more = len(eos) - self.eos.shape[1]
+        more = len(eos) - len(self.eos)
         if more > 0:
-            self.eos = np.pad(self.eos, ((0, 0), (0, more)), constant_values=-1)
-        self.eos = _writable(self.eos, self.state.eos)
-        self.eos[slot] = -1
-        self.eos[slot, : len(eos)] = eos
+            self.eos = np.pad(self.eos, ((0, more), (0, 0)), constant_values=-1)
+        self.eos = writable(self.eos, self.state.eos)
+        self.eos[:, slot] = -1
+        self.eos[: len(eos), slot] = eos
 
     def release(self, slot: int) -> np.ndarray:
         """Empties a slot; returns the block ids it held. Those that nobody else holds are free."""
@@ -251,7 +251,7 @@ class Draft:
         self._keep_swaps(lambda entry: entry.slot != slot)
         return ids
 
-    def freeze(self, *, num_in_flight: int, swaps: Sequence[TableEntry] = ()) -> SchedulerState:
+    def freeze(self, *, in_flight: tuple[int, ...], swaps: Sequence[TableEntry] = ()) -> SchedulerState:
         """The state this draft has come to; `swaps` are left for the next plan to tell."""
         for array in (self.rows, self.tail, self.words, self.eos):
             array.setflags(write=False)
@@ -266,14 +266,14 @@ class Draft:
             eos=self.eos,
             records=tuple(self.records),
             num_admissions=self.num_admissions,
-            num_in_flight=num_in_flight,
+            in_flight=in_flight,
             host_used=self.host_used,
             swaps=tuple(swaps),
             weights_version=self.state.weights_version,
         )
 
-    def batch(self) -> Batch:
-        """The chosen rows as a batch; counts them as scheduled."""
+    def batch(self, window: int = 1) -> Batch:
+        """The chosen rows as a batch of this many steps; counts them as scheduled."""
         none = np.empty(0, np.int32)
         slots = np.concatenate([none, *self.chosen]).astype(np.int32)
         count = np.concatenate([none, *self.count]).astype(np.int32)
@@ -282,14 +282,15 @@ class Draft:
         carried = start >= rows[Field.PREFILL, slots]
         emits = start + count >= rows[Field.PREFILL, slots]
         output_index = rows[Field.DRAWN, slots]
+        draws = emits.astype(np.int32) if window == 1 else np.minimum(rows[Field.LIMIT, slots] - output_index, window)
         tokens = np.zeros(int(count.sum()), np.int32)
         ends = np.cumsum(count)
         for i in np.flatnonzero(~carried):
             record = self.records[slots[i]]
             assert record is not None
             tokens[ends[i] - count[i] : ends[i]] = record.history[start[i] : start[i] + count[i]]
-        rows[Field.COMPUTED, slots] += count
-        rows[Field.DRAWN, slots] += emits
+        rows[Field.COMPUTED, slots] += count if window == 1 else draws
+        rows[Field.DRAWN, slots] += draws
         return Batch(
             uid=rows[Field.UID, slots],
             incarnation=rows[Field.INCARNATION, slots],
@@ -299,8 +300,11 @@ class Draft:
             carried=carried,
             emits=emits,
             output_index=output_index,
+            draws=draws,
+            eos=self.eos[:NUM_EOS_IDS, slots],
             words=self.words[:, slots],
             tokens=tokens,
+            window=window,
         )
 
     def copies(self) -> BlockCopies:
@@ -330,6 +334,6 @@ class Draft:
         return TableDelta(group=group, slot=slot, column=column, block=block)
 
 
-def _writable(array: np.ndarray, original: np.ndarray) -> np.ndarray:
+def writable(array: np.ndarray, original: np.ndarray) -> np.ndarray:
     """`array` itself if this draft already made it, else a copy."""
     return array.copy() if array is original else array

@@ -10,20 +10,32 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+# Steps of the longest window.
+MAX_WINDOW = 16
+# Ids of each row that a device is told, so that it knows when a row has ended. A request can have more: what its row
+# computes after one of the others is dropped by `update`.
+NUM_EOS_IDS = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """The rows of one step, in the order in which they were scheduled.
+    """The rows of one step, in the order in which they were scheduled; or of a window of steps.
+
+    A window is several decode steps that the device runs without the host: each row computes its last token, draws the
+    next one and goes on with it, until it has ended or has drawn as many as it may.
 
     Attributes:
       uid, incarnation, slot: i32[rows], who, since which admission, and where its state lies.
       start: i32[rows], position of the first token computed, which is also the KV length before this step.
-      count: i32[rows], tokens computed, at least one.
+      count: i32[rows], tokens computed, at least one; in a window one per step.
       carried: bool[rows], the (only) input token is the slot's last output, which the host need not know.
       emits: bool[rows], the last token is the end of what is known, so an output token is sampled.
-      output_index: i32[rows], which of the request's outputs that is, counted from 0.
+      output_index: i32[rows], which of the request's outputs that is (or is the first), counted from 0.
+      draws: i32[rows], output tokens at most: 0 where none is sampled, over 1 only in a window.
+      eos: i32[NUM_EOS_IDS, rows], ids that end the row, -1 where there are fewer.
       words: u32[words, rows], sampler settings.
       tokens: i32[sum(count)], input ids row after row; 0 where carried.
+      window: steps, from 1 to `MAX_WINDOW`; over 1 only if every row is carried.
     """
 
     uid: np.ndarray
@@ -34,8 +46,11 @@ class Batch:
     carried: np.ndarray
     emits: np.ndarray
     output_index: np.ndarray
+    draws: np.ndarray
+    eos: np.ndarray
     words: np.ndarray
     tokens: np.ndarray
+    window: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -47,8 +62,15 @@ class Batch:
 
     @property
     def kv_reads(self) -> int:
-        """KV cells computed by earlier steps that this one reads."""
-        return int(self.start.sum())
+        """KV cells computed by earlier steps that this one reads; those of a window read each other's."""
+        if self.window == 1:
+            return int(self.start.sum())
+        return int((self.draws * (2 * self.start + self.draws - 1)).sum()) // 2
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens computed, over all steps of a window, if nobody ends before its last draw."""
+        return self.num_tokens if self.window == 1 else int(self.draws.sum())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Batch):
@@ -193,12 +215,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepOutputs:
-    """What the device answers for a plan's rows, in the plan's order.
+    """What the device answers for a plan's rows, in the plan's order, for each step of its window.
+
+    Where a row has ended or does not emit, tokens and logprobs are meaningless and `finite` is not False.
 
     Attributes:
-      tokens: i32[rows], the sampled token; meaningless where the row does not emit.
-      logprobs: f32[rows], its log-probability; 0 where not asked for.
-      finite: bool[rows], the row's logits were finite.
+      tokens: i32[window, rows], the sampled token.
+      logprobs: f32[window, rows], its log-probability; 0 where not asked for.
+      finite: bool[window, rows], the row's logits were finite.
     """
 
     tokens: np.ndarray
@@ -220,7 +244,8 @@ class StepResults:
     """What a step means for the requests, as `update` read it.
 
     Attributes:
-      uid, tokens, logprobs: i32/i32/f32[emitted], one new output token each, in the plan's order.
+      uid, tokens, logprobs: i32/i32/f32[emitted], one new output token each, step by step of a window and in each in
+        the plan's order.
       ended: requests that have no further step.
     """
 

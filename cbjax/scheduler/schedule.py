@@ -1,4 +1,4 @@
-"""`schedule`: from a state to the next step's plan. Pure.
+"""`schedule`: from a state to the plan of the next step, or of a window of steps. Pure.
 
 Candidates are active requests in the policy's order, then waiting ones in order of arrival. Three budgets bound a step:
 tokens, rows, and blocks. An active request that cannot get its next block is *starved* and waits for this step; only
@@ -15,10 +15,11 @@ from cbjax.scheduler.plan import StepPlan, TableDelta
 from cbjax.scheduler.pressure import Victims, relieve
 from cbjax.scheduler.sliding import release_behind_windows
 from cbjax.scheduler.state import Field, SchedulerState
+from cbjax.scheduler.window import open_window
 
 
-def schedule(state: SchedulerState) -> tuple[StepPlan, SchedulerState]:
-    """Plans one step.
+def schedule(state: SchedulerState, max_window: int = 1) -> tuple[StepPlan, SchedulerState]:
+    """Plans one step, or a window of up to `max_window` (at most `MAX_WINDOW`) where nothing is lost by it.
 
     Returns:
       The plan and the state in which it counts as in flight. An empty plan (and the state as it was) means that there
@@ -29,7 +30,7 @@ def schedule(state: SchedulerState) -> tuple[StepPlan, SchedulerState]:
     _fill(draft)
     victims = Victims()
     if draft.is_empty and draft.starved:
-        if state.num_in_flight:
+        if state.in_flight:
             return StepPlan(batch=draft.batch(), table=TableDelta.empty(), drain=True), state
         victims = relieve(draft)
         draft.starved.clear()
@@ -37,7 +38,8 @@ def schedule(state: SchedulerState) -> tuple[StepPlan, SchedulerState]:
         assert not draft.is_empty, "pressure was relieved and still nothing can run"
     if draft.is_empty:
         return StepPlan(batch=draft.batch(), table=TableDelta.empty()), state
-    batch = draft.batch()
+    window = open_window(draft, max_window) if max_window > 1 else 1
+    batch = draft.batch(window)
     plan = StepPlan(
         batch=batch,
         table=draft.table_delta(),
@@ -48,7 +50,7 @@ def schedule(state: SchedulerState) -> tuple[StepPlan, SchedulerState]:
         admitted=tuple(draft.admitted),
         num_starved=len(draft.starved),
     )
-    return plan, draft.freeze(num_in_flight=state.num_in_flight + 1)
+    return plan, draft.freeze(in_flight=(*state.in_flight, window))
 
 
 def _fill(draft: Draft) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from cbjax.scheduler.blocks import MIN_BLOCK_SIZE, blocks_for
 from cbjax.scheduler.eviction import ARC, EvictionPolicy
 from cbjax.scheduler.groups import Window, most_columns, most_held
+from cbjax.scheduler.plan import NUM_EOS_IDS
 from cbjax.scheduler.policies import Scheduler
 from cbjax.scheduler.pool import BlockPool
 from cbjax.scheduler.prefix import BlockHash, Prefix, blake2b_128
@@ -162,10 +163,10 @@ class SchedulerState:
       rows: i32[fields, slots].
       tail: i32[slots, block_size].
       words: u32[words, slots].
-      eos: i32[slots, ids], -1 where a row has fewer ids.
+      eos: i32[ids, slots], at least `NUM_EOS_IDS`, -1 where a row has fewer ids.
       records: per slot, None where not taken.
       num_admissions: admissions so far.
-      num_in_flight: plans scheduled and not yet applied by `update`.
+      in_flight: windows of the plans scheduled and not yet applied by `update`, the oldest first.
       swaps: table entries changed since the last plan, which the next one has to tell.
       host_used: blocks in host memory.
       weights_version: of the weights that compute from now on; KV of other weights is never found.
@@ -180,7 +181,7 @@ class SchedulerState:
     eos: np.ndarray
     records: tuple[Record | None, ...]
     num_admissions: int = 0
-    num_in_flight: int = 0
+    in_flight: tuple[int, ...] = ()
     swaps: tuple[TableEntry, ...] = ()
     host_used: int = 0
     weights_version: int = 0
@@ -190,9 +191,14 @@ class SchedulerState:
         return int(self.rows[Field.ACTIVE].sum())
 
     @property
+    def num_in_flight(self) -> int:
+        """Plans scheduled and not yet applied."""
+        return len(self.in_flight)
+
+    @property
     def is_idle(self) -> bool:
         """Nobody runs or waits and nothing is in flight."""
-        return not self.num_active and not len(self.waiting) and not self.num_in_flight
+        return not self.num_active and not len(self.waiting) and not self.in_flight
 
     def slot_of(self, uid: int) -> int | None:
         """The slot of an active request."""
@@ -210,7 +216,7 @@ def initial_state(config: SchedulerConfig) -> SchedulerState:
         rows=np.zeros((len(Field), slots), np.int32),
         tail=np.zeros((slots, config.block_size), np.int32),
         words=np.zeros((config.num_words, slots), np.uint32),
-        eos=np.full((slots, 1), -1, np.int32),
+        eos=np.full((NUM_EOS_IDS, slots), -1, np.int32),
         records=(None,) * slots,
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cbjax.scheduler.draft import Draft
-from cbjax.scheduler.plan import Ended, StepOutputs, StepPlan, StepResults
+from cbjax.scheduler.draft import Draft, writable
+from cbjax.scheduler.plan import Batch, Ended, StepOutputs, StepPlan, StepResults
 from cbjax.scheduler.sharing import register
 from cbjax.scheduler.state import Chain, Field, Record, SchedulerState
 
@@ -14,38 +14,56 @@ def update(state: SchedulerState, plan: StepPlan, outputs: StepOutputs) -> tuple
     """Applies the answers to the oldest plan in flight.
 
     A row counts only if its request still is what it was when the plan was made, (uid, incarnation): a row that ended
-    or was cancelled meanwhile ran in vain and its answer is dropped. A row without finite logits ends with "failed".
+    or was cancelled meanwhile ran in vain and its answer is dropped, and so is what a row drew in a window after its
+    end. A row without finite logits ends with "failed".
     """
-    assert state.num_in_flight > 0, "update without a plan in flight"
     batch, draft = plan.batch, Draft(state)
+    assert state.in_flight[:1] == (batch.window,), "update of another plan than the oldest in flight"
     rows, slot = draft.rows, batch.slot
     same = (rows[Field.UID, slot] == batch.uid) & (rows[Field.INCARNATION, slot] == batch.incarnation)
     live = same & (rows[Field.ACTIVE, slot] == 1)
-    failed = live & ~outputs.finite
-    emitted = np.flatnonzero(live & batch.emits & outputs.finite)
-    slots, tokens = slot[emitted], outputs.tokens[emitted]
+    stops = (outputs.tokens == draft.eos[:, None, slot]).any(axis=0)
+    drawn, failed = _drawn(batch, outputs.finite, stops)
+    drawn, failed = drawn & live, failed & live
+    accepted = drawn.sum(axis=0)
+    for i in range(batch.window):
+        _append(draft, slot[drawn[i]], outputs.tokens[i, drawn[i]])
+    # The cell of the last token drawn is not computed, nor is that of a failed step sound.
+    sound = np.flatnonzero(live & ((accepted > 0) | ~failed))
+    register(draft, slot[sound], (batch.start + batch.count + np.maximum(accepted - 1, 0))[sound])
 
-    register(draft, slot[live & outputs.finite], (batch.start + batch.count)[live & outputs.finite])
-    stops = (tokens[:, None] == draft.eos[slots]).any(axis=1)
-    _append(draft, slots, tokens)
-    full = rows[Field.LENGTH, slots] - rows[Field.PROMPT, slots] >= rows[Field.LIMIT, slots]
-
-    ended = {}
-    for i in np.flatnonzero(failed):
-        ended[int(i)] = Ended(uid=int(batch.uid[i]), reason="failed")
-    for i, token, stop in zip(emitted[stops | full], tokens[stops | full], stops[stops | full], strict=True):
-        ended[int(i)] = Ended(
-            uid=int(batch.uid[i]), reason="stop" if stop else "length", token=int(token) if stop else None
-        )
-    for i in ended:
+    at_limit = rows[Field.LENGTH, slot] - rows[Field.PROMPT, slot] >= rows[Field.LIMIT, slot]
+    last = np.maximum(accepted - 1, 0)
+    ended = []
+    for i in np.flatnonzero(failed | ((accepted > 0) & (stops[last, np.arange(len(slot))] | at_limit))).tolist():
+        ended.append(_end_of(batch, i, outputs.tokens[last[i], i] if stops[last[i], i] else None, failed=failed[i]))
         draft.release(int(slot[i]))
+    step, row = np.nonzero(drawn)
     results = StepResults(
-        uid=batch.uid[emitted],
-        tokens=tokens,
-        logprobs=outputs.logprobs[emitted],
-        ended=tuple(ended[i] for i in sorted(ended)),
+        uid=batch.uid[row],
+        tokens=outputs.tokens[step, row],
+        logprobs=outputs.logprobs[step, row],
+        ended=tuple(ended),
     )
-    return draft.freeze(num_in_flight=state.num_in_flight - 1, swaps=draft.swaps), results
+    return draft.freeze(in_flight=state.in_flight[1:], swaps=draft.swaps), results
+
+
+def _drawn(batch: Batch, finite: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """bool[window, rows], which answers are tokens of the row; bool[rows], where it was not finite before its end."""
+    if batch.window == 1:
+        return batch.emits & finite, ~finite[0]
+    runs = np.arange(batch.window)[:, None] < batch.draws
+    goes_on = finite & ~stops
+    runs[1:] &= np.logical_and.accumulate(goes_on[:-1], axis=0)
+    return runs & finite, (runs & ~finite).any(axis=0)
+
+
+def _end_of(batch: Batch, row: int, stop: int | None, *, failed: bool) -> Ended:
+    """How a row ended; `stop` is the id that did it, if one did."""
+    uid = int(batch.uid[row])
+    if failed:
+        return Ended(uid=uid, reason="failed")
+    return Ended(uid=uid, reason="length") if stop is None else Ended(uid=uid, reason="stop", token=int(stop))
 
 
 def _append(draft: Draft, slots: np.ndarray, tokens: np.ndarray) -> None:
@@ -53,7 +71,7 @@ def _append(draft: Draft, slots: np.ndarray, tokens: np.ndarray) -> None:
     if not len(slots):
         return
     rows, block_size = draft.rows, draft.config.block_size
-    draft.tail = draft.tail.copy()
+    draft.tail = writable(draft.tail, draft.state.tail)
     draft.tail[slots, rows[Field.LENGTH, slots] % block_size] = tokens
     rows[Field.LENGTH, slots] += 1
     rows[Field.EVICTED, slots] = 0
@@ -83,4 +101,4 @@ def cancel(state: SchedulerState, uid: int) -> tuple[SchedulerState, bool]:
             return state, False
         draft = Draft(state)
         draft.release(slot)
-    return draft.freeze(num_in_flight=state.num_in_flight, swaps=draft.swaps), True
+    return draft.freeze(in_flight=state.in_flight, swaps=draft.swaps), True

@@ -19,13 +19,14 @@ FORMAT = "cbjax.simulate.LinearCost/1"
 
 
 class StepWork(NamedTuple):
-    """What one step does.
+    """What one dispatch does: a step, or a window of them.
 
     Attributes:
       bucket: the program that runs it.
-      rows, tokens: in it that are not padding.
+      rows, tokens: in it that are not padding; of a window in all its steps together.
       kv_reads: KV cells of earlier steps that its rows read.
       offloaded, restored, copied: blocks moved to host memory, from there, and within the device.
+      window: steps.
     """
 
     bucket: Bucket
@@ -35,26 +36,28 @@ class StepWork(NamedTuple):
     offloaded: int = 0
     restored: int = 0
     copied: int = 0
+    window: int = 1
 
     @classmethod
     def of(cls, plan: StepPlan, bucket: Bucket) -> StepWork:
         """The work of a plan in its bucket."""
         return cls(
             bucket=bucket,
-            rows=plan.batch.num_rows,
-            tokens=plan.batch.num_tokens,
+            rows=plan.batch.num_rows if plan.batch.window == 1 else plan.batch.num_computed,
+            tokens=plan.batch.num_computed,
             kv_reads=plan.batch.kv_reads,
             offloaded=sum(len(offload.blocks) for offload in plan.offloads),
             restored=sum(len(restore.blocks) for restore in plan.restores),
             copied=len(plan.copies),
+            window=plan.batch.window,
         )
 
 
 class CostModel(Protocol):
-    """Anything that tells the seconds of a step."""
+    """Anything that tells the seconds of a dispatch."""
 
     def seconds(self, work: StepWork) -> float:
-        """Seconds from the step's plan to its answers, above 0."""
+        """Seconds from the plan to its answers, above 0."""
         ...
 
 
@@ -65,8 +68,8 @@ class ConstantCost:
     step: float = 1.0
 
     def seconds(self, work: StepWork) -> float:
-        """`step`, whatever the work."""
-        return self.step
+        """`step` for each step, whatever the work."""
+        return self.step * work.window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,7 @@ class LinearCost:
       step, padded_token: base of a step in any other bucket, and per token that it has room for.
       row, token, kv_read: per row, per token that is not padding, per KV cell read.
       offloaded, restored, copied: per block moved.
+      dispatch: of the host, once for all steps of a window.
 
     Raises:
       ValueError: a coefficient is negative or no number.
@@ -92,6 +96,7 @@ class LinearCost:
     offloaded: float = 0.0
     restored: float = 0.0
     copied: float = 0.0
+    dispatch: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in (*self._coefficients().items(), *((str(b), v) for b, v in self.buckets.items())):
@@ -99,7 +104,7 @@ class LinearCost:
                 raise ValueError(f"a cost is a number of seconds, at least 0; got {value} for {name}")
 
     def seconds(self, work: StepWork) -> float:
-        """Seconds of a step.
+        """Seconds of a dispatch.
 
         Raises:
           ValueError: nothing is known about its bucket.
@@ -114,7 +119,8 @@ class LinearCost:
                 "make it for the same ladder, or give step or padded_token for other buckets"
             )
         return (
-            base
+            self.dispatch
+            + base * work.window
             + self.row * work.rows
             + self.token * work.tokens
             + self.kv_read * work.kv_reads

@@ -16,6 +16,7 @@ import numpy as np
 from cbjax.ladder import Ladder, make_ladder
 from cbjax.progress import progress
 from cbjax.scheduler import (
+    MAX_WINDOW,
     Bucket,
     Request,
     SchedulerConfig,
@@ -38,7 +39,7 @@ class Simulation:
     """A run, step by step; `simulate` is all of them.
 
     Attributes:
-      trace, config, cost, ladder: what was asked for, with the defaults filled in.
+      trace, config, cost, ladder, max_window: what was asked for, with the defaults filled in.
       state: the scheduler's.
       clock: simulated seconds.
       tally: what happened so far.
@@ -46,9 +47,17 @@ class Simulation:
     """
 
     def __init__(
-        self, trace: Trace, config: SchedulerConfig, *, cost: CostModel | None = None, ladder: Ladder | None = None
+        self,
+        trace: Trace,
+        config: SchedulerConfig,
+        *,
+        cost: CostModel | None = None,
+        ladder: Ladder | None = None,
+        max_window: int = 1,
     ) -> None:
         """See `simulate`."""
+        if not 1 <= max_window <= MAX_WINDOW:
+            raise ValueError(f"max_window must be from 1 to {MAX_WINDOW} steps; got {max_window}")
         fits = np.flatnonzero(trace.num_cells <= config.max_request_tokens)
         if not len(fits):
             smallest = int(trace.num_cells.min())
@@ -62,7 +71,7 @@ class Simulation:
             max_batch_tokens=config.max_batch_tokens, max_rows=config.max_requests_per_batch
         )
         self.cost = cost or roofline(self.ladder, block_size=config.block_size)
-        self.trace, self.config = trace, config
+        self.trace, self.config, self.max_window = trace, config, max_window
         self.state = initial_state(config)
         self.clock = 0.0
         self.refused = len(trace) - len(fits)
@@ -70,8 +79,8 @@ class Simulation:
         self._uids, self._arrival = fits, trace.arrival[fits]
         self._arrived = self._handed = 0  # of these
         self._words = np.zeros(config.num_words, np.uint32)
-        self._logprobs = np.zeros(config.max_requests_per_batch, np.float32)
-        self._finite = np.ones(config.max_requests_per_batch, bool)
+        self._logprobs = np.zeros((MAX_WINDOW, config.max_requests_per_batch), np.float32)
+        self._finite = np.ones((MAX_WINDOW, config.max_requests_per_batch), bool)
 
     @property
     def is_done(self) -> bool:
@@ -83,21 +92,25 @@ class Simulation:
         if self.tally.ended == self._arrived:
             self.clock = max(self.clock, float(self._arrival[self._arrived]))
         self._hand_over()
-        plan, state = schedule(self.state)
+        plan, state = schedule(self.state, self._max_window())
         assert not plan.is_empty, "requests wait and nothing runs"
         began = self.clock
         self.tally.count_plan(plan, self.state, state, began)
         batch, bucket = plan.batch, self.ladder.select(plan.batch)
         self.clock += self._seconds(plan, bucket)
         self.tally.count_step(plan, bucket, state, self._arrived, began, self.clock)
+        tokens = [self.trace.outputs(batch.uid, batch.output_index + i) for i in range(batch.window)]
         outputs = StepOutputs(
-            tokens=self.trace.outputs(batch.uid, batch.output_index),
-            logprobs=self._logprobs[: batch.num_rows],
-            finite=self._finite[: batch.num_rows],
+            tokens=np.stack(tokens),
+            logprobs=self._logprobs[: batch.window, : batch.num_rows],
+            finite=self._finite[: batch.window, : batch.num_rows],
         )
         self.state, results = update(state, plan, outputs)
         self.tally.count_ended(results.ended)
         return plan
+
+    def _max_window(self) -> int:
+        return 1 if self.max_window == 1 else self.ladder.windows(self.max_window, self.state.num_active)
 
     def _seconds(self, plan: StepPlan, bucket: Bucket) -> float:
         work = StepWork.of(plan, bucket)
@@ -138,6 +151,7 @@ def simulate(
     *,
     cost: CostModel | None = None,
     ladder: Ladder | None = None,
+    max_window: int = 1,
     progress_bar: bool = False,
 ) -> Result:
     """Runs a whole trace through the scheduler.
@@ -146,6 +160,7 @@ def simulate(
       config: pool, budgets and policies, as the engine's; `simulation_config` fills in the usual ones.
       cost: seconds of a step; None: an 8B model on an H100, by its data sheet (`roofline`).
       ladder: buckets that steps are padded to; None: those of the config's budgets.
+      max_window: decode steps of one dispatch, at most; 1: as if there were no windows.
       progress_bar: shows how many requests have ended.
 
     Returns:
@@ -155,7 +170,7 @@ def simulate(
     Raises:
       ValueError: no request of the trace fits the pool; the cost of a step is not positive.
     """
-    simulation = Simulation(trace, config, cost=cost, ladder=ladder)
+    simulation = Simulation(trace, config, cost=cost, ladder=ladder, max_window=max_window)
     tally = simulation.tally
     with progress(show=progress_bar, total=len(trace) - simulation.refused, desc="simulating", unit="request") as bar:
         while not simulation.is_done:

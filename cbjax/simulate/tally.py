@@ -74,20 +74,23 @@ class Tally:
         batch = plan.batch
         self.steps[bucket] += 1
         self.num_steps += 1
-        self.computed_tokens += batch.num_tokens
+        self.computed_tokens += batch.num_computed
         self.peak_rows = max(self.peak_rows, batch.num_rows)
         live = after.config.num_blocks - after.pool.num_free
         self.peak_blocks = max(self.peak_blocks, live)
         self.sampler.add(began, live, after.pool.num_cached, self.running, arrived - self.ended - self.running)
         emits = batch.emits
         uids = batch.uid if emits.all() else batch.uid[emits]
-        self.generated_tokens += len(uids)
+        drawn = int(batch.draws.sum())
+        self.generated_tokens += drawn
         gaps = now - self.last_at[uids]  # NaN for a first token
         is_first = np.isnan(gaps)
         if is_first.any():
             self.first_at[uids[is_first]] = now
             gaps = gaps[~is_first]
         self.inter_token.add(gaps)
+        if batch.window > 1:  # what a window draws comes together
+            self.inter_token.add(np.zeros(drawn - len(uids)))
         self.last_at[uids] = now
 
     def count_ended(self, ended: Sequence[Ended]) -> None:

@@ -46,7 +46,7 @@ class HistoryHashDevice:
       windows: of each layer group; at least 2 tokens, since nothing flows through a window of one.
       cells: i32[2, (num_blocks + 2) * block_size], token and position of each KV cell; -1 where nothing was written.
       history: u64[(num_blocks + 2) * block_size], hash of the tokens up to and with each cell's.
-      table: i32[groups, slots + 1, max_blocks], as on a real device.
+      table, last_token, goes_on: as `cbjax.step.SlotState`.
       copies: of offloaded blocks by uid, their cells i32[2, blocks, block_size] and history u64[blocks, block_size].
     """
 
@@ -68,6 +68,7 @@ class HistoryHashDevice:
         self.history = np.zeros(num_cells, np.uint64)
         self.table = np.full((len(self.windows), num_slots + 1, max_blocks), num_blocks, np.int32)
         self.last_token = np.zeros(num_slots + 1, np.int32)
+        self.goes_on = np.ones(num_slots + 1, bool)
         self.copies: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def update_table(self, delta: TableDelta) -> None:
@@ -77,23 +78,30 @@ class HistoryHashDevice:
         self.table[delta.group, delta.slot, delta.column] = delta.block
 
     def forward(self, batch: BatchDescriptor, bucket: Bucket) -> StepOutputs:
-        """Writes the step's cells, reads every context, answers for all rows of the bucket."""
-        rows = int(batch.num_rows)
+        """Writes each step's cells, reads every context, answers for all rows of the bucket."""
+        num_rows, window, rows = int(batch.num_rows), int(batch.window), len(batch.slot)
+        assert window == 1 or (bucket.kind == "decode" and batch.carried[:num_rows].all()), "a window of prefills"
         count = np.diff(batch.q_start)
         tokens = batch.tokens.copy()
         tokens[batch.q_start[:-1][batch.carried]] = self.last_token[batch.slot[batch.carried]]
-        # As on a real device, every group has written when the first row reads.
-        for r in range(rows):
-            positions = np.arange(batch.context_len[r] - count[r], batch.context_len[r])
-            for group in range(len(self.windows)):
-                self._write(group, int(batch.slot[r]), positions, tokens[batch.q_start[r] : batch.q_start[r + 1]])
-        answers = np.zeros(len(batch.slot), np.int32)
-        for r in range(rows):
-            answers[r] = self._answer(batch, r, int(count[r]))
-        self.last_token[np.where(batch.emits, batch.slot, self.num_slots)] = answers
-        rows_of_bucket = len(batch.slot)
+        answers = np.zeros((window, rows), np.int32)
+        goes_on = ~batch.carried | self.goes_on[batch.slot]
+        for step in range(window):
+            runs = [r for r in range(num_rows) if goes_on[r] and step < max(1, batch.draws[r])]
+            # As on a real device, every group has written when the first row reads.
+            for r in runs:
+                positions = np.arange(batch.context_len[r] - count[r], batch.context_len[r]) + step
+                for group in range(len(self.windows)):
+                    self._write(group, int(batch.slot[r]), positions, tokens[batch.q_start[r] : batch.q_start[r + 1]])
+            for r in runs:
+                answers[step, r] = token = self._answer(batch, r, int(count[r]), step)
+                if batch.emits[r]:
+                    self.last_token[batch.slot[r]] = token
+                    self.goes_on[batch.slot[r]] = goes_on[r] = token not in batch.eos[:, r]
+                if step + 1 < window:
+                    tokens[r] = token
         return StepOutputs(
-            tokens=answers, logprobs=np.zeros(rows_of_bucket, np.float32), finite=np.ones(rows_of_bucket, bool)
+            tokens=answers, logprobs=np.zeros((window, rows), np.float32), finite=np.ones((window, rows), bool)
         )
 
     def offload(self, offload: Offload) -> None:
@@ -153,16 +161,16 @@ class HistoryHashDevice:
         self.cells[0, where], self.cells[1, where] = tokens, positions
         self.history[where] = np.array(_hashes(before, tokens)[1:], np.uint64)
 
-    def _answer(self, batch: BatchDescriptor, r: int, count: int) -> int:
-        context = int(batch.context_len[r])
-        histories = [self._read(group, batch, r, context - count, context) for group in range(len(self.windows))]
+    def _answer(self, batch: BatchDescriptor, r: int, count: int, step: int) -> int:
+        context = int(batch.context_len[r]) + step
+        histories = [self._read(group, batch, r, context - count, context, step) for group in range(len(self.windows))]
         assert len(set(histories)) == 1, f"the layer groups of uid {batch.uid[r]} do not hold the same tokens"
-        return _draw(histories[0], batch.words[:, r], int(batch.output_index[r]), self.vocab_size)
+        return _draw(histories[0], batch.words[:, r], int(batch.output_index[r]) + step, self.vocab_size)
 
-    def _read(self, group: int, batch: BatchDescriptor, r: int, first: int, context: int) -> int:
+    def _read(self, group: int, batch: BatchDescriptor, r: int, first: int, context: int, step: int) -> int:
         """Checks all that new tokens from position `first` on see; returns the hash of the row's history."""
         window, slot = self.windows[group], int(batch.slot[r])
-        left = first_column(first, window, self.block_size)
+        left = first_column(first - step, window, self.block_size)  # nothing leaves it within a window of steps
         assert (self.table[group, slot, :left] == self.num_blocks).all(), "a block has left the window and is named"
         low = 0 if window is None else max(0, first - window + 1)
         where = self._where(group, slot, np.arange(low, context))

@@ -19,6 +19,7 @@ TIMES = (
 COUNTS = (
     "bucket",
     "rows",
+    "window",
     "prefill_tokens",
     "decode_tokens",
     "new_tokens",
@@ -47,6 +48,7 @@ def counts_of(record: StepRecord, *, bucket: int, compiled: int) -> list[int]:
     return [
         bucket,
         plan.batch.num_rows,
+        plan.batch.window,
         record.prefill_tokens,
         record.decode_tokens,
         0,
