@@ -52,6 +52,7 @@ INPUTS = (
     Add(request=replace(REQUEST, uid=8, prompt=values([1]), eos_token_ids=(), namespace=b"", fork_of=None)),
     Schedule(digest="0123456789abcdef"),
     Schedule(),
+    Schedule(digest="fedcba9876543210", max_window=16),
     Update(tokens=values([3, 0, 200]), finite=None),
     Update(tokens=values([-1, 65_536]), finite=values([True, False], bool)),
     Update(tokens=values([]), finite=None),

@@ -173,7 +173,7 @@ def test_answers_of_another_number_of_rows_are_noticed(runs):
 
 
 def test_an_error_of_the_scheduler_is_recorded_and_comes_again(monkeypatch):
-    def broken(state):
+    def broken(state, max_window):
         raise AssertionError("an invariant")
 
     told = []

@@ -205,9 +205,9 @@ class TraceDevice(HistoryHashDevice):
 
     trace: Trace
 
-    def _answer(self, batch: BatchDescriptor, r: int, count: int) -> int:
-        super()._answer(batch, r, count)
-        return int(self.trace.outputs(batch.uid[r : r + 1], batch.output_index[r : r + 1])[0])
+    def _answer(self, batch: BatchDescriptor, r: int, count: int, step: int) -> int:
+        super()._answer(batch, r, count, step)
+        return int(self.trace.outputs(batch.uid[r : r + 1], batch.output_index[r : r + 1] + step)[0])
 
 
 def engine_batches(trace: Trace, config: SchedulerConfig, max_window: int) -> tuple[list[Batch], Engine]:
