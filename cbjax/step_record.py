@@ -66,7 +66,7 @@ class StepRecord:
     def prefill_tokens(self) -> int:
         """Tokens computed that were known before: prompts, and what a soft reset made to be computed again."""
         batch = self.plan.batch
-        return batch.num_tokens - np.count_nonzero(batch.carried)
+        return batch.num_tokens - int(np.count_nonzero(batch.carried))
 
     @property
     def decode_tokens(self) -> int:

@@ -53,7 +53,7 @@ def test_the_counts_of_each_step_are_those_of_its_record(run_and_timeline):
         assert timeline.buckets[step["bucket"]] == str(record.bucket)
         assert (step["rows"], step["starved"]) == (plan.batch.num_rows, plan.num_starved)
         assert (step["prefill_tokens"], step["decode_tokens"]) == (record.prefill_tokens, record.decode_tokens)
-        assert step["decode_tokens"] == plan.batch.carried.sum()
+        assert step["decode_tokens"] == plan.batch.draws[plan.batch.carried].sum()
         assert step["prefill_tokens"] == plan.batch.count[~plan.batch.carried].sum()
         assert step["blocks"] == state.config.num_blocks - state.pool.num_free
         assert (step["running"], step["waiting"]) == (state.num_active, len(state.waiting))
