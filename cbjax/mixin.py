@@ -18,11 +18,12 @@ from cbjax.config import ContinuousBatchingConfig, GenerationConfig, WorkloadHin
 from cbjax.inputs import Prompt, checked_names, hints_of, prepare
 from cbjax.job import Job, max_request_tokens
 from cbjax.manager import ContinuousBatchingManager
+from cbjax.memory_plan import MemoryPlan
 from cbjax.progress import progress
 from cbjax.recording import RecordingWriter
 from cbjax.requests import GenerationOutput, RequestStatus
 from cbjax.resolve import for_call
-from cbjax.session import Session, rounded, session_key
+from cbjax.session import Session, planned_memory, rounded, session_key
 from cbjax.step_record import Observer, StepRecord
 from cbjax.summary import RunSummary
 
@@ -239,6 +240,25 @@ class ContinuousMixin:
         finally:
             self._journal = None
             journal.close()
+
+    def memory_plan(
+        self,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints: WorkloadHints | None = None,
+    ) -> MemoryPlan:
+        """What takes the engine's memory, line by line; a table when printed.
+
+        Without arguments, of the KV store that is there: temporaries are compared with what the compiler says of the
+        programs. With arguments, or if there is none, of the store that these would make now, without making it.
+
+        Raises:
+          ValueError: it would not fit into memory; or settings that exclude each other.
+        """
+        if self._session is not None and continuous_batching_config is None and workload_hints is None:
+            return self._session.memory_plan()
+        config = continuous_batching_config or self.continuous_batching_config
+        hints = WorkloadHints() if workload_hints is None else workload_hints
+        return planned_memory(self, config, hints)  # pyright: ignore[reportArgumentType]
 
     @property
     def session(self) -> Session | None:

@@ -9,4 +9,5 @@ from cbjax.cache.block_copies import reads_first as reads_first
 from cbjax.cache.block_copies import scatter_blocks as scatter_blocks
 from cbjax.cache.host_tier import HostTier as HostTier
 from cbjax.cache.paged import PagedAttentionCache as PagedAttentionCache
+from cbjax.cache.paged import layout_factor as layout_factor
 from cbjax.cache.paged import store_specs as store_specs
