@@ -19,8 +19,6 @@ SAFETY_SHARE = 0.005
 ACTIVATION_SHARE = 0.25
 MIN_BATCH_TOKENS = 256
 MIN_ROWS = 2
-# Calls that move blocks between store and host memory and whose blocks stand beside the store at one time.
-COPIES_IN_FLIGHT = 4
 # Numbers of 4 bytes that a row has in a descriptor and in the answers to it, sampling words not counted; at most.
 _ROW_NUMBERS = 128
 _MIB = 2**20
@@ -39,6 +37,7 @@ class ModelFacts:
       weight_bytes, unplaced_weight_bytes: of all weights; of those that are not on the device yet.
       layout: device bytes of the store for each byte of its numbers; above 1 where the device pads its tiles.
       blocks_per_copy: blocks that one call moves within the store, out of it, or into it.
+      blocks_in_flight: blocks that are on their way to or from host memory at one time, beside the store.
     """
 
     block_bytes_per_token: int
@@ -50,6 +49,7 @@ class ModelFacts:
     unplaced_weight_bytes: int = 0
     layout: float = 1.0
     blocks_per_copy: int = 1
+    blocks_in_flight: int = 1
 
     def block_bytes(self, block_size: int) -> int:
         """Device bytes of one block of that many tokens, over all arrays of the store."""
@@ -200,7 +200,7 @@ def _beside(budget: int, model: ModelFacts, sizes: Sizes) -> list[MemoryLine]:
     steps = 1 + sizes.steps_in_flight
     table = len(model.windows) * (sizes.rows + 1) * (sizes.columns + 2)
     numbers = sizes.tokens + sizes.rows * (_ROW_NUMBERS + NUM_WORDS)
-    moved = (1 + COPIES_IN_FLIGHT) * model.blocks_per_copy * model.block_bytes(sizes.block_size) * sizes.moves_blocks
+    moved = model.blocks_in_flight * model.block_bytes(sizes.block_size) * sizes.moves_blocks
     activations, logits = sizes.tokens * model.token_bytes, sizes.rows * model.row_bytes
     return [
         MemoryLine(

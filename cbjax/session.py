@@ -11,14 +11,23 @@ from typing import TYPE_CHECKING
 import jax
 
 from cbjax.attention import LayerGroups, layer_groups
-from cbjax.cache import HostTier, PagedAttentionCache, blocks_per_call, layout_factor, store_specs
-from cbjax.compilation_cache import enable_compilation_cache
+from cbjax.cache import (
+    CALLS_IN_FLIGHT,
+    HostTier,
+    PagedAttentionCache,
+    blocks_per_call,
+    layout_factor,
+    store_specs,
+)
+from cbjax.compilation_cache import enable_compilation_cache, program_folder
+from cbjax.compile_plan import CompilePlan, plan_programs
 from cbjax.config import ContinuousBatchingConfig, WorkloadHints
 from cbjax.descriptor import Bucket
 from cbjax.engine import Engine
 from cbjax.invariance import Proof, prove
 from cbjax.machine import MachineFacts, machine_facts
 from cbjax.memory_plan import MemoryPlan
+from cbjax.program_store import ProgramStore
 from cbjax.programs import ModelDevice, Program
 from cbjax.progress import progress
 from cbjax.resolve import Decision, ModelFacts, ResolvedConfig, resolve
@@ -57,7 +66,9 @@ class Session:
             groups, num_blocks=scheduler.num_blocks, block_size=scheduler.block_size, dtype=lm.dtype
         )
         host_tier = HostTier(self.machine.host_memory.kind) if resolved.host_blocks else None
-        self.device = ModelDevice(lm.bind, lm.params, cache, scheduler, host_tier=host_tier)
+        folder = program_folder() if config.compilation_cache and lm.description else None
+        store = None if folder is None else ProgramStore(folder, lm.description)
+        self.device = ModelDevice(lm.bind, lm.params, cache, scheduler, host_tier=host_tier, store=store)
         self.engine = Engine(
             self.device,
             scheduler,
@@ -149,6 +160,11 @@ class Session:
                 )
         return compiled
 
+    def compile_plan(self) -> CompilePlan:
+        """Every program that this session can come to need; compiles nothing."""
+        (cache,) = (d.used for d in self.resolved.decisions if d.field == "compilation_cache")
+        return plan_programs(self.device, self.resolved.ladder.buckets, cache=str(cache))
+
     def memory_plan(self) -> MemoryPlan:
         """What takes memory, checked against the programs that are compiled."""
         programs = self.device.programs.values()
@@ -204,6 +220,7 @@ def model_facts(lm: CausalLM, groups: LayerGroups, block_size: int) -> ModelFact
         unplaced_weight_bytes=sum(leaf.nbytes for leaf in weights if not isinstance(leaf, jax.Array)),
         layout=layout_factor(specs),
         blocks_per_copy=blocks_per_call(block_size),
+        blocks_in_flight=(1 + CALLS_IN_FLIGHT) * blocks_per_call(block_size),
     )
 
 

@@ -31,7 +31,13 @@ BATCHING_DEFAULTS = {
     "per_request_processors": False,
     "max_queue_size": 0,
 }
-OWN_DEFAULTS = {"eviction_policy": "lru", "seed": None, "compilation_cache": True}
+OWN_DEFAULTS = {
+    "eviction_policy": "lru",
+    "seed": None,
+    "compilation_cache": True,
+    "decode_buckets": None,
+    "mixed_buckets": None,
+}
 GENERATION_DEFAULTS = {
     "max_new_tokens": 20,
     "do_sample": None,

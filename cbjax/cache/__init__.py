@@ -1,5 +1,6 @@
 """The block-table KV store on the device, copies of whole blocks, and the tier of them in host memory."""
 
+from cbjax.cache.block_copies import CALLS_IN_FLIGHT as CALLS_IN_FLIGHT
 from cbjax.cache.block_copies import Block as Block
 from cbjax.cache.block_copies import blocks_per_call as blocks_per_call
 from cbjax.cache.block_copies import calls as calls
