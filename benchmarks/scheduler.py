@@ -23,11 +23,13 @@ from cbjax.descriptor import build
 from cbjax.ladder import make_ladder
 from cbjax.sampling import NUM_WORDS, SamplingParams
 from cbjax.scheduler import (
+    EVICTION_MAPPING,
     BlockPool,
     Request,
     SchedulerConfig,
     StepOutputs,
     add,
+    eviction_named,
     initial_state,
     schedule,
     scheduler_named,
@@ -50,10 +52,12 @@ class Simulation:
       seconds: by part, one value per step measured.
     """
 
-    def __init__(self, running: int, waiting: int, *, shares: bool = True) -> None:
+    def __init__(
+        self, running: int, waiting: int, *, shares: bool = True, eviction: str = "arc", num_blocks: int = 65_536
+    ) -> None:
         self.config = SchedulerConfig(
             policy=scheduler_named("fifo"),
-            num_blocks=65_536,
+            num_blocks=num_blocks,
             block_size=16,
             max_batch_tokens=2048,
             max_requests_per_batch=running,
@@ -61,6 +65,7 @@ class Simulation:
             safety_margin=0.15,
             num_words=NUM_WORDS,
             shares_blocks=shares,
+            eviction=eviction_named(eviction),
         )
         self.ladder = make_ladder(max_batch_tokens=self.config.max_batch_tokens, max_rows=running)
         self.state = initial_state(self.config)
@@ -129,10 +134,10 @@ def all_cached(pool: BlockPool) -> BlockPool:
 
 
 def measure(
-    running: int, waiting: Sequence[int], steps: int, warm_up: int, *, shares: bool
+    running: int, waiting: Sequence[int], steps: int, warm_up: int, *, shares: bool, eviction: str = "arc"
 ) -> dict[str, report.Figure]:
     """Figures of one number of rows, by number waiting and part."""
-    simulations = {count: Simulation(running, count, shares=shares) for count in waiting}
+    simulations = {count: Simulation(running, count, shares=shares, eviction=eviction) for count in waiting}
     for simulation in simulations.values():
         simulation.run(warm_up, measure=False)
     for _ in range(max(1, steps // TURN)):
@@ -157,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--running", type=int, nargs="+", default=[64, 256, 512], help="rows (default 64 256 512)")
     options.add_argument("--waiting", type=int, nargs="+", default=[0, 1000, 100_000], help="default 0 1000 100000")
     options.add_argument("--steps", type=int, default=2000, help="measured steps of each (default 2000, --quick 100)")
+    options.add_argument("--eviction", choices=EVICTION_MAPPING, default="arc", help="which cached blocks go first")
     options.add_argument("--no-sharing", action="store_true", help="without prefix caching")
     args = options.parse_args(argv)
     steps, warm_up = (100, 20) if args.quick else (args.steps, 300)
@@ -164,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures: dict[str, report.Figure] = {}
     limits = {}
     for running in args.running:
-        figures |= measure(running, args.waiting, steps, warm_up, shares=not args.no_sharing)
+        figures |= measure(running, args.waiting, steps, warm_up, shares=not args.no_sharing, eviction=args.eviction)
         totals = [figures[figure_name(running, waiting, "total")]["median"] for waiting in args.waiting]
         flat = f"{running:,} running, most against fewest waiting"
         figures[flat] = report.spread([totals[-1] / totals[0]], "ratio")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cbjax.scheduler import PrefillFirstScheduler as PrefillFirstScheduler
     from cbjax.scheduler import Scheduler as Scheduler
     from cbjax.step_record import StepRecord as StepRecord
+    from cbjax.timeline import Timeline as Timeline
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _HOMES = {
     "RequestStatus": "cbjax.requests",
     "Scheduler": "cbjax.scheduler",
     "StepRecord": "cbjax.step_record",
+    "Timeline": "cbjax.timeline",
     "WorkloadHints": "cbjax.config",
     "read_recording": "cbjax.recording",
     "replay": "cbjax.recording",

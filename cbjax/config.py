@@ -39,8 +39,8 @@ class ContinuousBatchingConfig:
         same, and without the decode programs (every step runs as a mixed one).
       allow_block_sharing: prefix caching: prompts that begin alike share the full blocks of what they have in common,
         and blocks that nobody holds any more are found again as long as there is room.
-      eviction_policy: which of these go first when there is none: "lru", the one not used for longest, or "lifo", the
-        one given up last.
+      eviction_policy: which of these go first when there is none: "arc", those used only once before those used again,
+        within a share that adapts; "lru", those not used for longest; "lifo", those given up last (docs/eviction.md).
       cpu_offload_space: GiB of host memory that keep the KV blocks of requests which lose theirs, so that these come
         back instead of being computed again. 0: none.
       cpu_offload_space_safety_threshold: fraction of the available main memory that these take at most, above 0.
@@ -72,7 +72,7 @@ class ContinuousBatchingConfig:
     max_requests_per_batch: int | None = None
     max_blocks_per_request: int | None = None
     allow_block_sharing: bool = True
-    eviction_policy: str = "lru"
+    eviction_policy: str = "arc"
     use_async_batching: bool | None = None
     use_cuda_graph: bool | None = None
     default_compile_level: int = 0

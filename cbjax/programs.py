@@ -85,7 +85,7 @@ class ModelDevice:
       products: how steps compute products with weights.
       strict: refuse to compile from now on.
       store: compiled programs on disk; None: none are kept there.
-      store: compiled programs on disk; None: they are not kept.
+      on_compiled: told the name and the seconds of each program that was compiled.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class ModelDevice:
         self.host_tier, self.store = host_tier, store
         self.products = ProductForm.FASTEST
         self.strict = False
+        self.on_compiled: Callable[[str, float], object] = lambda name, seconds: None
         self.programs: dict[ProgramKey, Program] = {}
         self.slots = self._fresh_slots()
 
@@ -169,6 +170,7 @@ class ModelDevice:
                     unreadable.append(key)
                     continue
                 self.programs[key] = program
+                self.on_compiled(program.name, program.seconds)
                 yield program
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass, replace
 
 from cbjax.config import ContinuousBatchingConfig, WorkloadHints
-from cbjax.ladder import MIN_DECODE_ROWS, Density, Ladder, make_ladder
+from cbjax.ladder import MIN_DECODE_ROWS, Ladder
+from cbjax.ladder_settings import choose_ladder
 from cbjax.machine import MachineFacts
 from cbjax.memory_plan import (
     ACTIVATION_SHARE,
@@ -37,8 +38,6 @@ _CPU_DEFAULTS = {"max_batch_tokens": 512, "max_requests_per_batch": 64, "max_mem
 # Main memory is for everybody: without hints the pool of a CPU holds no more tokens than this.
 UNHINTED_CPU_TOKENS = 32_768
 _ACCELERATOR_DEFAULTS = {"max_batch_tokens": 8192, "max_requests_per_batch": 1024, "max_memory_percent": 0.9}
-_DENSITIES = {1: Density.COARSE, 2: Density.DOUBLING, 3: Density.FINE}
-_DEFAULT_LEVEL = 2
 _MIB, _GIB = 2**20, 2**30
 
 
@@ -143,7 +142,10 @@ def resolve(
     margin = _margin(config, need, num_blocks, policy.default_safety_margin, decisions)
     num_bytes = (num_blocks + NUM_RESERVED_BLOCKS) * model.block_bytes(config.block_size)
     host_blocks = _host_blocks(config, machine, model, num_bytes, decisions)
-    ladder = _ladder(config, tokens, rows, rows_wanted, decisions)
+    choice = choose_ladder(config, tokens=tokens, rows=rows, most_rows=rows_wanted)
+    decisions += [
+        Decision(field=field, asked=getattr(config, field), used=used, why=why) for field, used, why in choice.settings
+    ]
     decisions += _fixed(config, hints)
     scheduler = SchedulerConfig(
         policy=policy,
@@ -162,7 +164,7 @@ def resolve(
     return ResolvedConfig(
         config=config,
         scheduler=scheduler,
-        ladder=ladder,
+        ladder=choice.ladder,
         num_bytes=num_bytes,
         memory=memory,
         host_blocks=host_blocks,
@@ -180,43 +182,6 @@ def _batch_tokens(config, defaults, budget: int, model: ModelFacts, decisions: l
             why = f"what {ACTIVATION_SHARE:.0%} of the memory holds in temporaries, at least {MIN_BATCH_TOKENS}"
     decisions.append(Decision(field="max_batch_tokens", asked=asked, used=used, why=why))
     return used
-
-
-def _ladder(config, tokens: int, rows: int, rows_wanted: int, decisions: list[Decision]) -> Ladder:
-    """Raises ValueError if a rung that was asked for lies above a budget that was not."""
-    for field, budget, name in (
-        ("decode_buckets", rows_wanted, "max_requests_per_batch"),
-        ("mixed_buckets", tokens, "max_batch_tokens"),
-    ):
-        rungs = getattr(config, field)
-        if rungs is not None and rungs[-1] > budget:
-            raise ValueError(
-                f"{field} must not go above {name}, which is {budget} here; got {rungs}: drop {rungs[-1]}, or set "
-                f"{name}={rungs[-1]}"
-            )
-    level = config.default_compile_level or _DEFAULT_LEVEL
-    ladder = make_ladder(
-        max_batch_tokens=tokens,
-        max_rows=rows,
-        decode=config.max_blocks_per_request != 0,
-        density=_DENSITIES[level],
-        decode_rungs=config.decode_buckets,
-        mixed_rungs=config.mixed_buckets,
-    )
-    decisions.append(
-        Decision(field="default_compile_level", asked=config.default_compile_level, used=level,
-                 why=f"{len(ladder.buckets)} step programs, {_DENSITIES[level].value}")
-    )  # fmt: skip
-    for field, used in (
-        ("decode_buckets", tuple(bucket.rows for bucket in ladder.decode)),
-        ("mixed_buckets", tuple(bucket.tokens for bucket in ladder.mixed)),
-    ):
-        asked = getattr(config, field)
-        why = "by default_compile_level" if asked is None else "as asked"
-        if asked not in (None, used):
-            why = "up to the largest step that can come"
-        decisions.append(Decision(field=field, asked=asked, used=",".join(map(str, used)) or "none", why=why))
-    return ladder
 
 
 def _workload_blocks(config, hints: WorkloadHints, model: ModelFacts, tokens: int, rows: int) -> int:

@@ -69,6 +69,7 @@ class Session:
         folder = program_folder() if config.compilation_cache and lm.description else None
         store = None if folder is None else ProgramStore(folder, lm.description)
         self.device = ModelDevice(lm.bind, lm.params, cache, scheduler, host_tier=host_tier, store=store)
+        self.device.on_compiled = lm.tracer.compiled
         self.engine = Engine(
             self.device,
             scheduler,
@@ -76,6 +77,7 @@ class Session:
             vocab_size=lm.vocab_size,
             max_positions=lm.max_positions,
             observers=lm.observers,
+            tracer=lm.tracer,
         )
         self.proof: Proof | None = None
         if config.batch_invariant:

@@ -333,15 +333,18 @@ def random_prompt(rng: random.Random, length: int) -> np.ndarray:
     return np.concatenate([text[:common], make_prompt(64, seed=rng.randrange(2, 99))[: length - common]])
 
 
-def random_script(seed: int, depth: int, windows: Windows = (None,), *, forks: bool = False, **changes) -> Loop:
+def random_script(
+    seed: int, depth: int, windows: Windows = (None,), *, forks: bool = False, make: type[Loop] = Loop, **changes
+) -> Loop:
     """A few requests that come while others run, sometimes one is cancelled; all are compared with solo runs.
 
     Args:
       forks: some are continued several times.
+      make: what drives them.
       changes: fields of the config. With `shares_blocks` prompts begin alike.
     """
     rng = random.Random(seed)
-    loop = Loop(random_config(rng, POLICIES[seed % 2], windows, **changes), depth=depth)
+    loop = make(random_config(rng, POLICIES[seed % 2], windows, **changes), depth=depth)
     shares = loop.config.shares_blocks
     to_come, burst = rng.randint(3, 12), rng.choice([0.3, 0.9])
     while to_come:

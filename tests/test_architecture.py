@@ -22,7 +22,7 @@ FOREIGN = ("torch", "transformers", "tensorflow")
 MAY_IMPORT = {
     "__init__": set(),  # public names are imported when they are first used
     "__main__": {"cli"},
-    "cli": {"__init__", "causal_lm", "config", "recording"},
+    "cli": {"__init__", "causal_lm", "config", "paths", "recording"},
     "causal_lm": {"attention", "checkpoints", "config", "mixin", "models", "step", "strict"},
     "testing": {"causal_lm", "descriptor", "models", "scheduler", "text"},
     "mixin": {
@@ -40,6 +40,8 @@ MAY_IMPORT = {
         "step_record",
         "summary",
         "text",
+        "timeline",
+        "tracing",
     },
     "job": {"config", "engine", "inputs", "requests", "sampling", "session", "submission", "summary"},
     "manager": {"config", "engine", "inputs", "requests", "sampling", "session", "strict", "submission", "text"},
@@ -73,7 +75,10 @@ MAY_IMPORT = {
         "scheduler",
         "step_record",
         "strict",
+        "tracing",
     },
+    "tracing": {"requests", "scheduler", "step_record"},
+    "timeline": {"paths", "requests", "scheduler", "step_record", "strict"},
     "recording": {"__init__", "scheduler"},
     "step_record": {"scheduler"},
     "invariance": {"descriptor", "ladder", "models", "programs", "sampling", "scheduler", "step"},
@@ -81,7 +86,8 @@ MAY_IMPORT = {
     "programs": {"cache", "descriptor", "host_memory", "models", "program_store", "scheduler", "step"},
     "program_store": {"__init__", "pallas_kernels"},
     "step": {"attention", "cache", "descriptor", "models", "sampling"},
-    "resolve": {"config", "ladder", "machine", "memory_plan", "sampling", "scheduler"},
+    "resolve": {"config", "ladder", "ladder_settings", "machine", "memory_plan", "sampling", "scheduler"},
+    "ladder_settings": {"config", "ladder"},
     "memory_plan": {"sampling", "scheduler"},
     "inputs": {"config"},
     "checkpoints": {"models", "paths", "progress", "text"},
@@ -211,6 +217,7 @@ def test_the_probe_for_loaded_modules_sees_jax() -> None:
             "inputs",
             "ladder",
             "step_record",
+            "timeline",
             "cli",
         )
     ],

@@ -130,7 +130,7 @@ def test_b28_an_id_outside_the_vocabulary_fails_alone(lm, solo, bad):
         1.5,
         {1, 2},
         {"role": "user", "content": "a message that is not in a list"},
-        object(),
+        pytest.param(object(), id="an object"),
         np.array(["a"]),
     ],
     ids=repr,

@@ -8,13 +8,15 @@ from schedules import different, make_jobs, run_alone, run_together, session_of
 
 POOL = {"block_size": 4, "num_blocks": 256, "max_blocks_per_request": 48, "safety_margin": 0.0}
 STEP = {"max_batch_tokens": 64, "max_requests_per_batch": 8}
-TIGHT = 48  # blocks of each layer group: the longest request needs 40
+# By whether there is a group with a window: the longest request needs 40 blocks, and 19 there.
+TIGHT = {False: 44, True: 62}
 CONFIGS = {
     "roomy": {"allow_block_sharing": False},
     "chunks of 7, cached prefixes": {"max_batch_tokens": 7},
-    "soft resets": {"num_blocks": TIGHT, "scheduler_type": "prefill_first"},
-    "offload": {"num_blocks": TIGHT, "cpu_offload_space": 1.0},
+    "soft resets": {"scheduler_type": "prefill_first"},
+    "offload": {"cpu_offload_space": 1.0},
 }
+UNDER_PRESSURE = ("soft resets", "offload")
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -29,11 +31,12 @@ def test_a_requests_bits_are_the_same_under_every_schedule(lm) -> None:
     right, seen = {}, Counter()
     for number, (name, settings) in enumerate(CONFIGS.items()):
         config = POOL | STEP | settings
-        config["num_blocks"] *= 2 if lm.config.windows else 1
+        if name in UNDER_PRESSURE:
+            config["num_blocks"] = TIGHT[bool(lm.config.windows)]
         session = session_of(lm, **config)
         assert session.proof.differing == {}
         right = right or run_alone(session.engine, jobs)
-        for seed in range(3):
+        for seed in range(2):
             assert not different(run_together(session.engine, jobs, 10 * number + seed), right), (name, seed)
         stats = session.engine.stats
         seen += Counter(resets=stats.soft_resets, offloads=stats.offloads, cached=stats.cached_tokens)

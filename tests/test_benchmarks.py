@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import (
+    eviction,
     invariance,
     peer,
     pool_size,
@@ -24,11 +25,13 @@ from benchmarks import (
     startup,
     vs_transformers,
 )
+from benchmarks.eviction_model import PRIORITIES, hits
 from benchmarks.hf_folder import write_folder
 from benchmarks.peer import Peer, PeerError
 from benchmarks.workload import prompts
 from cbjax.checkpoints import load
 from cbjax.models import DecoderConfig, abstract_params
+from cbjax.scheduler import EVICTION_MAPPING
 from cbjax.testing import tiny_llama
 
 ROOT = Path(__file__).parent.parent
@@ -119,6 +122,38 @@ def test_the_simulated_scheduler_keeps_as_many_running_and_waiting_as_asked():
         assert simulation.state.num_active + len(simulation.state.waiting) == 56
         assert simulation.state.num_active >= 14
     assert simulation.state.num_admissions > 30
+
+
+def test_the_eviction_benchmark_writes_the_form(measured, tmp_path):
+    """A file's prompts of two blocks come twice, which any policy finds; the models are there as well."""
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(f"[{i}.0, 1100, 4, [{i % 2}, {2 + i % 2}, {10 + i}]]\n" for i in range(6)))
+    document = measured(eviction.main, "--quick", "--trace", file)
+    figures = document["figures"]
+    for policy in EVICTION_MAPPING:
+        assert figures[f"mine, 1,500 blocks of 512, found, {policy}"]["median"] == pytest.approx(
+            100 * 4 * 2 * 512 / 6600
+        )
+        assert figures[f"step, {policy}"]["count"] == 2 * eviction.TURN
+    assert (
+        figures["mine, 1,500 blocks of 512, found, clairvoyant alone"]
+        == figures["mine, 1,500 blocks of 512, found, lru"]
+    )
+    assert {name.split(",")[0] for name in figures} == {"mine", "agents", "long sessions", "few_shot", "step"}
+
+
+def test_a_cache_that_knows_the_future_finds_most():
+    """Two prompts in turn, and in between one-time ones, in room for one of each."""
+    requests = [[1, 2], [3, 4], [5, 6], [1, 2], [7, 8], [3, 4], [1, 2]]
+    found = {name: hits(requests, 4, priority) for name, priority in PRIORITIES.items()}
+    assert found["clairvoyant"] == 4
+    assert found["lru"] == 0
+    assert all(hits(requests, 100, priority) == 6 for priority in PRIORITIES.values())
+
+
+def test_the_cache_alone_loses_the_end_of_a_prompt_first():
+    assert hits([[1, 2, 3], [4], [1, 2, 3]], 3, PRIORITIES["lru"]) == 2
+    assert hits([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], 3, PRIORITIES["lru"]) == 3
 
 
 def test_the_pool_size_benchmark_writes_the_form(measured, model):

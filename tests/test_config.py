@@ -32,7 +32,7 @@ BATCHING_DEFAULTS = {
     "max_queue_size": 0,
 }
 OWN_DEFAULTS = {
-    "eviction_policy": "lru",
+    "eviction_policy": "arc",
     "seed": None,
     "compilation_cache": True,
     "decode_buckets": None,

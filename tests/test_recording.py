@@ -201,7 +201,10 @@ def test_what_comes_after_the_end_is_dropped(path):
     ("changes", "message"),
     [
         ({"eviction": replace(EVICTION_MAPPING["lru"], name="mine")}, "eviction 'mine' cannot be recorded"),
-        ({"eviction": replace(EVICTION_MAPPING["lru"], victim=lambda order: 0)}, "eviction 'lru' cannot be recorded"),
+        (
+            {"eviction": replace(EVICTION_MAPPING["lru"], take=lambda order, count, room: [])},
+            "eviction 'lru' cannot be recorded",
+        ),
         ({"block_hash": lambda content: content[:16]}, "block_hash .* cannot be recorded"),
     ],
 )

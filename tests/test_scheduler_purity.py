@@ -8,6 +8,7 @@ import pytest
 from machines import DEPTHS, make_config, make_request, random_script
 
 from cbjax.scheduler import (
+    EVICTION_MAPPING,
     BlockPool,
     SchedulerConfig,
     SchedulerState,
@@ -24,6 +25,13 @@ def values(array: np.ndarray) -> tuple:
     return array.dtype.str, array.shape, array.tobytes()
 
 
+def pool_values(pool: BlockPool) -> tuple:
+    """What is free, in which order cached blocks go, and what is remembered of those that went."""
+    order, ghosts = pool.cached, pool.ghosts
+    arrays = [values(array) for array in (pool.free_ids(), order.before, order.after, order.marks, ghosts.table)]
+    return arrays, order.late, order.size, order.num_protected, ghosts.counts, ghosts.room
+
+
 def state_values(state: SchedulerState) -> tuple:
     """Everything that can be read from a state, copied out of it."""
     records = []
@@ -38,7 +46,7 @@ def state_values(state: SchedulerState) -> tuple:
             records.append(None)
     waiting = [(w.request.uid, values(w.outputs), w.incarnation, w.evicted) for w in state.waiting]
     arrays = [values(getattr(state, name)) for name in ("rows", "tail", "words", "eos")]
-    pool = values(state.pool.free_ids())
+    pool = pool_values(state.pool)
     return (pool, waiting, arrays, records, state.num_admissions, state.num_in_flight)
 
 
@@ -86,6 +94,17 @@ def test_recorded_inputs_replay_to_the_same_plans_and_leave_old_states_alone(dep
     assert num_resets > 5
 
 
+@pytest.mark.parametrize("eviction", EVICTION_MAPPING)
+def test_with_shared_prefixes_inputs_replay_to_the_same_plans_under_every_policy(eviction: str) -> None:
+    found = 0
+    for seed in range(6):
+        loop = random_script(seed, seed % 4, shares_blocks=True, eviction=EVICTION_MAPPING[eviction])
+        plans = replay(loop.config, loop.inputs)
+        assert [plan_values(plan) for plan in plans] == [plan_values(plan) for plan in loop.plans]
+        found += sum(map(sum, loop.cached.values()))
+    assert found > 0
+
+
 def test_two_futures_of_one_state_do_not_touch_each_other() -> None:
     state = initial_state(make_config(num_blocks=6))
     for uid in range(3):
@@ -105,7 +124,11 @@ def test_a_state_cannot_be_written_by_accident() -> None:
     _, state = schedule(state)
     record = state.records[0]
     assert record is not None
-    for array in (state.rows, state.tail, state.words, state.eos, state.pool.blank, record.table, record.history):
+    for array in (
+        *(state.rows, state.tail, state.words, state.eos, record.table, record.history),
+        *(state.pool.blank, state.pool.cached.before, state.pool.cached.after, state.pool.cached.marks),
+        state.pool.ghosts.table,
+    ):
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from cbjax.scheduler.blocks import blocks_for
-from cbjax.scheduler.eviction import EvictionOrder
+from cbjax.scheduler.eviction_order import PROTECTED, EvictionOrder
 from cbjax.scheduler.groups import first_column, most_held
 from cbjax.scheduler.state import Field, SchedulerState, known_tokens
 
@@ -67,13 +67,18 @@ def _check_index(state: SchedulerState) -> None:
 
 
 def _check_order(order: EvictionOrder) -> None:
-    order = order.writable()
-    before, after = order.links
-    end, count, block = len(before) - 1, 0, int(after[-1])
-    while block != end:
-        assert after[before[block]] == block, "the order of cached blocks is torn"
-        block, count = int(after[block]), count + 1
-    assert count == order.size == len(order.blocks()), "the order of cached blocks has lost some"
+    late, counts = set(order.late), []
+    for end, is_protected in ((len(order.marks), False), (len(order.marks) + 1, True)):
+        count, last, block = 0, end, int(order.after[end])
+        while block != end:
+            assert count == 0 or order.before[block] == last, "the order of cached blocks is torn"
+            assert (order.marks[block] == PROTECTED) == is_protected, "a cached block is in the other list"
+            assert block not in late, "a cached block is listed twice"
+            count, last, block = count + 1, block, int(order.after[block])
+        assert order.before[end] == last, "the order of cached blocks is torn at its end"
+        counts.append(count)
+    assert counts[1] == order.num_protected
+    assert sum(counts) + len(late) == order.size == len(order.blocks()), "the order of cached blocks has lost some"
 
 
 def _check_waiting(state: SchedulerState) -> None:

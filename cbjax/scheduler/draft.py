@@ -187,8 +187,10 @@ class Draft:
         self.waiting = self.waiting.remove(request.uid)
         self.num_admissions += 1
         if hit.num_columns:
+            # A fork or a victim that returns says nothing about others to come.
+            reused = not (hit.is_fork or waiting.evicted)
             for block in hit.table[hit.table < self.config.num_blocks].tolist():
-                self.pool.pin(block)
+                self.pool.pin(block, reused=reused)
             self.grow(slot, hit.table.ravel())
         if len(hit.unfinished):
             ids = self.pool.take(len(hit.unfinished))

@@ -14,9 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rpds import HashTrieMap
 
-from cbjax.scheduler.eviction import LRU, EvictionOrder, EvictionPolicy
+from cbjax.scheduler.eviction import ARC, EvictionPolicy
+from cbjax.scheduler.eviction_ghosts import Ghosts
+from cbjax.scheduler.eviction_order import FRESH, PROTECTED, EvictionOrder
 from cbjax.scheduler.prefix import Prefix
 from cbjax.scheduler.prefix_index import IndexDraft, PrefixIndex
+
+# Room for the blocks of a few more requests that end in the same step.
+_MORE_BLANK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +29,12 @@ class BlockPool:
     """A value: nothing that it can see is ever written.
 
     Attributes:
-      blank: i32[num_blocks], of which the first `num_blank` are the blank ids, a stack.
+      blank: i32[at least num_blank], of which the first `num_blank` are the blank ids, a stack.
       cached: the cached blocks, in order.
       holders: live block -> number of requests that hold it, where that is two or more.
       index: what registered blocks hold.
       policy: which cached block is taken when no blank one is left.
+      ghosts: what was taken, if the policy adapts.
     """
 
     blank: np.ndarray
@@ -37,14 +43,16 @@ class BlockPool:
     holders: HashTrieMap[int, int]
     index: PrefixIndex
     policy: EvictionPolicy
+    ghosts: Ghosts
 
     @classmethod
-    def full(cls, num_blocks: int, *, num_groups: int = 1, policy: EvictionPolicy = LRU) -> BlockPool:
+    def full(cls, num_blocks: int, *, num_groups: int = 1, policy: EvictionPolicy = ARC) -> BlockPool:
         """All of `num_blocks` ids blank; id 0 is handed out first."""
         blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         blank.setflags(write=False)
-        empty = EvictionOrder.empty(num_blocks)
-        return cls(blank, num_blocks, empty, HashTrieMap(), PrefixIndex.empty(num_blocks, num_groups), policy)
+        index = PrefixIndex.empty(num_blocks, num_groups)
+        cached, ghosts = EvictionOrder(num_blocks).freeze(), Ghosts.empty(num_blocks)
+        return cls(blank, num_blocks, cached, HashTrieMap(), index, policy, ghosts)
 
     @property
     def num_cached(self) -> int:
@@ -77,7 +85,7 @@ class BlockPool:
         draft = PoolDraft(self)
         for block in self.cached.blocks()[::-1].tolist():
             draft.forget(block)
-        return replace(draft.freeze(), index=PrefixIndex.empty(len(self.blank), len(self.index.found)))
+        return replace(draft.freeze(), index=PrefixIndex.empty(len(self.cached.marks), len(self.index.found)))
 
 
 class PoolDraft:
@@ -90,7 +98,8 @@ class PoolDraft:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._blank, self._num_blank = pool.blank, pool.num_blank
-        self._cached, self._holders = pool.cached, pool.holders
+        self._cached, self._holders, self._ghosts = pool.cached.writable(), pool.holders, pool.ghosts
+        self._adapts = pool.policy.adapts
         self.index = IndexDraft(pool.index)
 
     @property
@@ -114,7 +123,7 @@ class PoolDraft:
 
     def forget(self, block: int) -> None:
         """Makes a cached block blank."""
-        self._uncache(block)
+        self._cached.remove(block)
         self.index.remove(block)
         self._push(np.array([block], np.int32))
 
@@ -122,12 +131,14 @@ class PoolDraft:
         """Whether nobody holds the block and something can be found in it."""
         return block in self._cached
 
-    def pin(self, block: int) -> None:
-        """One holder more of a full block, live or cached."""
+    def pin(self, block: int, *, reused: bool = True) -> None:
+        """One holder more of a full block, live or cached; `reused` if that promises that there will be others."""
         if block in self._cached:
-            self._uncache(block)
+            self._cached.remove(block)
         else:
             self._holders = self._holders.insert(block, self._holders.get(block, 1) + 1)
+        if reused and self._adapts:
+            self._cached.mark(block, PROTECTED)
 
     def drop(self, ids: np.ndarray) -> None:
         """One holder less of each of `ids`, which are in the order of their positions.
@@ -152,11 +163,14 @@ class PoolDraft:
         if self._pool.policy.leaf_first:
             blank.reverse()
         if cached:
-            self._cached = self._cached.extended(cached)
+            self._cached.add(cached)
         self._push(np.array(blank, np.int32))
 
-    def register(self, block: int, group: int, prefix: Prefix) -> int:
+    def register(self, block: int, group: int, prefix: Prefix, *, was_known: bool = True) -> int:
         """Makes a full block that a request holds findable.
+
+        Args:
+          was_known: its tokens were known at admission, so others may have computed them before.
 
         Returns:
           The block that the request holds now: another one if that had the same content before, and then it holds
@@ -165,37 +179,58 @@ class PoolDraft:
         found = self.index.find(group, prefix)
         if found is None:
             self.index.insert(block, group, prefix)
+            if self._adapts:
+                again = was_known and prefix.key in self._ghosts and self._recall(group, prefix)
+                self._cached.mark(block, PROTECTED if again else FRESH)
             return block
         if found != block:
-            self.pin(found)
+            self.pin(found, reused=self._extends_protected(group, prefix))
             self.drop(np.array([block], np.int32))
         return found
 
     def freeze(self) -> BlockPool:
         """The pool this draft has come to."""
         self._blank.setflags(write=False)
-        self._cached.links.setflags(write=False)
-        index = self.index.freeze()
-        return BlockPool(self._blank, self._num_blank, self._cached, self._holders, index, self._pool.policy)
+        self._cached.freeze()
+        self._ghosts.freeze()
+        index, policy = self.index.freeze(), self._pool.policy
+        return BlockPool(self._blank, self._num_blank, self._cached, self._holders, index, policy, self._ghosts)
 
     def _evict(self, count: int) -> np.ndarray:
         """Takes cached blocks, i32[count], in the policy's order."""
-        cached = self._cached = self._cached.writable()
-        evicted = np.empty(count, np.int32)
-        for i in range(count):
-            evicted[i] = block = self._pool.policy.victim(cached)
-            cached.remove(block)
-            self.index.remove(block)
-        return evicted
+        policy = self._pool.policy
+        cached = self._cached
+        blocks = policy.take(cached, count, self._ghosts.room)
+        keys = [self.index.remove(block) for block in blocks]
+        if self._adapts:
+            self._ghosts = self._ghosts.writable()
+            self._ghosts.remember(keys, cached.are_reused(blocks))
+        return np.array(blocks, np.int32)
 
-    def _uncache(self, block: int) -> None:
-        self._cached = self._cached.writable()
-        self._cached.remove(block)
+    def _recall(self, group: int, prefix: Prefix) -> bool:
+        """Whether a chain that is registered now and was taken lately is to be protected for that."""
+        if not self._extends_protected(group, prefix):
+            return False
+        self._ghosts = self._ghosts.writable()
+        self._ghosts.recall(prefix.key)
+        return True
+
+    def _extends_protected(self, group: int, prefix: Prefix) -> bool:
+        """Whether the block before may not be taken before this one, if this one is protected."""
+        before = prefix.parent
+        assert before is not None
+        if before.parent is None:
+            return True
+        block = self.index.find(group, before)
+        return block is not None and bool(self._cached.marks[block] == PROTECTED)
 
     def _push(self, ids: np.ndarray) -> None:
         if len(ids):
-            if not self._blank.flags.writeable:
-                self._blank = self._blank.copy()
-            end = self._num_blank + len(ids)
-            self._blank[self._num_blank : end] = ids
+            first, end = self._num_blank, self._num_blank + len(ids)
+            if not self._blank.flags.writeable or end > len(self._blank):
+                # Only what is blank is copied, which is little once the cache has filled the pool.
+                blank = np.empty(end + _MORE_BLANK, np.int32)
+                blank[:first] = self._blank[:first]
+                self._blank = blank
+            self._blank[first:end] = ids
             self._num_blank = end

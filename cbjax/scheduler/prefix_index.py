@@ -77,14 +77,15 @@ class IndexDraft:
         self._names[block] = Name(group, prefix)
         self._num_registered += 1
 
-    def remove(self, block: int) -> None:
-        """Forgets a registered block."""
+    def remove(self, block: int) -> bytes:
+        """Forgets a registered block; returns its key."""
         group, prefix = self.name(block)
         found = self._found[group]
         if found.get(prefix.key) == block:
             self._found[group] = found.remove(prefix.key)
         self._names[block] = None
         self._num_registered -= 1
+        return prefix.key
 
     def freeze(self) -> PrefixIndex:
         """The index this draft has come to."""

@@ -84,28 +84,30 @@ def register(draft: Draft, slots: np.ndarray, cells: np.ndarray) -> None:
     if not draft.config.shares_blocks:
         return
     columns = cells // draft.config.block_size
-    for i in np.flatnonzero(columns > draft.rows[Field.REGISTERED, slots]).tolist():
-        slot = int(slots[i])
+    gains = columns > draft.rows[Field.REGISTERED, slots]
+    slots, columns = slots[gains], columns[gains]
+    first = draft.rows[Field.REGISTERED, slots]
+    for slot, start, end in zip(slots.tolist(), first.tolist(), columns.tolist(), strict=True):
         record = draft.records[slot]
         assert record is not None
         prefix = record.prefix
         if prefix is not None:
-            first, end = int(draft.rows[Field.REGISTERED, slot]), int(columns[i])
-            for column, blocks in enumerate(record.table[:, first:end].T.tolist(), first):
+            for column, blocks in enumerate(record.table[:, start:end].T.tolist(), start):
                 prefix = _register_column(draft, slot, record, column, blocks, prefix)
             record = draft.records[slot]  # with the swaps
             assert record is not None
             draft.records[slot] = Record(record.request, record.history, record.chain, record.table, prefix)
-        draft.rows[Field.REGISTERED, slot] = columns[i]
+    draft.rows[Field.REGISTERED, slots] = columns
 
 
 def _register_column(draft: Draft, slot: int, record: Record, column: int, blocks: list[int], before: Prefix) -> Prefix:
     """Registers the blocks of one column, one per group; returns the chain up to and with it, given the one before."""
     missing = draft.config.num_blocks
     prefix = before.extend(_tokens_of(draft, slot, record, column), draft.config.block_hash)
+    was_known = (column + 1) * draft.config.block_size <= len(record.history)
     for group, block in enumerate(blocks):
         if block != missing:
-            held = draft.pool.register(block, group, prefix)
+            held = draft.pool.register(block, group, prefix, was_known=was_known)
             if held != block:
                 prefix = draft.pool.index.name(held).prefix
                 draft.swap(slot, group, column, held)

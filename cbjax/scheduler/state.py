@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cbjax.scheduler.blocks import MIN_BLOCK_SIZE, blocks_for
-from cbjax.scheduler.eviction import LRU, EvictionPolicy
+from cbjax.scheduler.eviction import ARC, EvictionPolicy
 from cbjax.scheduler.groups import Window, most_columns, most_held
 from cbjax.scheduler.policies import Scheduler
 from cbjax.scheduler.pool import BlockPool
@@ -78,7 +78,7 @@ class SchedulerConfig:
     num_words: int = 1
     host_blocks: int = 0
     shares_blocks: bool = False
-    eviction: EvictionPolicy = LRU
+    eviction: EvictionPolicy = ARC
     block_hash: BlockHash = blake2b_128
 
     def __post_init__(self) -> None:

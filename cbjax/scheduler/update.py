@@ -57,7 +57,7 @@ def _append(draft: Draft, slots: np.ndarray, tokens: np.ndarray) -> None:
     draft.tail[slots, rows[Field.LENGTH, slots] % block_size] = tokens
     rows[Field.LENGTH, slots] += 1
     rows[Field.EVICTED, slots] = 0
-    for slot in slots[rows[Field.LENGTH, slots] % block_size == 0]:
+    for slot in slots[rows[Field.LENGTH, slots] % block_size == 0].tolist():
         record = draft.records[slot]
         assert record is not None
         block = draft.tail[slot].copy()

@@ -15,7 +15,7 @@ def simulation_config(
     max_requests_per_batch: int = 512,
     host_blocks: int = 0,
     shares_blocks: bool = True,
-    eviction: str = "lru",
+    eviction: str = "arc",
 ) -> SchedulerConfig:
     """A pool of `num_blocks` blocks of `block_size` tokens, and what a large accelerator would run it with.
 
