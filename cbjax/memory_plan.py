@@ -199,6 +199,7 @@ def _beside(budget: int, model: ModelFacts, sizes: Sizes) -> list[MemoryLine]:
     placed = (model.weight_bytes - model.unplaced_weight_bytes) / _MIB
     steps = 1 + sizes.steps_in_flight
     table = len(model.windows) * (sizes.rows + 1) * (sizes.columns + 2)
+    groups, at_once = _counted(len(model.windows), "layer group"), _counted(steps, "step")
     numbers = sizes.tokens + sizes.rows * (_ROW_NUMBERS + NUM_WORDS)
     moved = model.blocks_in_flight * model.block_bytes(sizes.block_size) * sizes.moves_blocks
     activations, logits = sizes.tokens * model.token_bytes, sizes.rows * model.row_bytes
@@ -217,9 +218,9 @@ def _beside(budget: int, model: ModelFacts, sizes: Sizes) -> list[MemoryLine]:
         MemoryLine(
             name="block table",
             num_bytes=4 * table,
-            why=f"{sizes.rows:,} rows of {sizes.columns:,} blocks in {len(model.windows)} layer groups, and slot state",
+            why=f"{sizes.rows:,} rows of {sizes.columns:,} blocks in {groups}, and slot state",
         ),
-        MemoryLine(name="inputs and answers", num_bytes=4 * numbers * steps, why=f"of {steps} steps at a time"),
+        MemoryLine(name="inputs and answers", num_bytes=4 * numbers * steps, why=f"of {at_once} at a time"),
         MemoryLine(
             name="blocks on their way",
             num_bytes=moved,
@@ -229,3 +230,7 @@ def _beside(budget: int, model: ModelFacts, sizes: Sizes) -> list[MemoryLine]:
             name="safety", num_bytes=int(budget * SAFETY_SHARE), why=f"{SAFETY_SHARE:.1%}: an allocator's rounding"
         ),
     ]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
