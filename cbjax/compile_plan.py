@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cbjax.descriptor import Bucket
+from cbjax.program_store import StoredProgram
 from cbjax.programs import OTHER_PROGRAMS, ModelDevice, Program, ProgramKey
 
+# In this process: compiled, or read from disk. Not in it: on disk (found without tracing), or nowhere.
+STATUSES = ("compiled", "read", "on disk", "to compile")
 _MIB = 2**20
 
 
@@ -17,8 +20,8 @@ class PlannedProgram:
 
     Attributes:
       name, purpose, sizes: for people.
-      status: "compiled" (in this process), "on disk" (found without tracing), or "to compile".
-      seconds: that tracing and compiling took; None: not known yet.
+      status: one of `STATUSES`.
+      seconds: that tracing and compiling took, or if it was read in this process, reading; None: not known yet.
       temp_bytes: temporaries by the compiler's own analysis; None: not known yet.
     """
 
@@ -56,9 +59,9 @@ class CompilePlan:
         ]
         widths = [max(len(row[i]) for row in rows) for i in range(6)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        counts = [f"{n} {status}" for status in ("compiled", "on disk", "to compile") if (n := self.count(status))]
-        seconds = sum(program.seconds or 0.0 for program in self.programs if program.status == "compiled")
-        lines.append(f"{len(self)} programs: {', '.join(counts)}; {seconds:.1f} s of compiling; cache: {self.cache}")
+        counts = [f"{n} {status}" for status in STATUSES if (n := self.count(status))]
+        spent = sum(program.seconds or 0.0 for program in self.programs if program.status in STATUSES[:2])
+        lines.append(f"{len(self)} programs: {', '.join(counts)}; {spent:.1f} s spent; cache: {self.cache}")
         return "\n".join(lines)
 
 
@@ -80,10 +83,16 @@ def _planned(device: ModelDevice, key: ProgramKey) -> PlannedProgram:
         name=name,
         purpose=purpose,
         sizes=sizes,
-        status="to compile" if known is None else "compiled" if isinstance(known, Program) else "on disk",
+        status=_status(known),
         seconds=None if known is None else known.seconds,
         temp_bytes=None if known is None else known.temp_bytes,
     )
+
+
+def _status(known: Program | StoredProgram | None) -> str:
+    if isinstance(known, Program):
+        return "read" if known.from_disk else "compiled"
+    return "to compile" if known is None else "on disk"
 
 
 def _told(value: float | None, form: str) -> str:

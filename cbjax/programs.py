@@ -62,12 +62,14 @@ class Program:
       call: the executable.
       seconds: spent on tracing and compiling; of one that was on disk, on reading it.
       temp_bytes: temporaries by the compiler's own analysis; 0 where the backend does not tell.
+      from_disk: it was read, not compiled.
     """
 
     name: str
     call: jax.stages.Compiled
     seconds: float
     temp_bytes: int
+    from_disk: bool = False
 
 
 class StrictModeError(RuntimeError):
@@ -321,13 +323,15 @@ def _read(key: ProgramKey, store: ProgramStore, stored: StoredProgram) -> tuple[
     """None: it could not be read."""
     start = time.perf_counter()
     executable = store.load(stored)
-    return key, executable and _program_of(key, executable, time.perf_counter() - start)
+    return key, executable and _program_of(key, executable, time.perf_counter() - start, from_disk=True)
 
 
-def _program_of(key: ProgramKey, executable: jax.stages.Compiled, seconds: float) -> Program:
+def _program_of(
+    key: ProgramKey, executable: jax.stages.Compiled, seconds: float, *, from_disk: bool = False
+) -> Program:
     analysis = executable.memory_analysis()
     temp_bytes = getattr(analysis, "temp_size_in_bytes", 0)
-    return Program(name=_name(key), call=executable, seconds=seconds, temp_bytes=temp_bytes)
+    return Program(name=_name(key), call=executable, seconds=seconds, temp_bytes=temp_bytes, from_disk=from_disk)
 
 
 def _name(key: ProgramKey) -> str:

@@ -160,6 +160,8 @@ class Session:
                     program.seconds,
                     program.temp_bytes,
                 )
+        if compiled and (plan := self.memory_plan()).excess:
+            log.warning("memory: programs take more than was planned\n%s", plan)
         return compiled
 
     def compile_plan(self) -> CompilePlan:

@@ -82,7 +82,7 @@ MAY_IMPORT = {
     "recording": {"__init__", "scheduler"},
     "step_record": {"scheduler"},
     "invariance": {"descriptor", "ladder", "models", "programs", "sampling", "scheduler", "step"},
-    "compile_plan": {"descriptor", "programs"},
+    "compile_plan": {"descriptor", "program_store", "programs"},
     "programs": {"cache", "descriptor", "host_memory", "models", "program_store", "scheduler", "step"},
     "program_store": {"__init__", "pallas_kernels"},
     "step": {"attention", "cache", "descriptor", "models", "sampling"},
