@@ -122,7 +122,9 @@ def _surroundings() -> tuple[object, ...]:
     """All that a compiled program depends on beside the model and the shapes."""
     device = jax.devices()[0]
     # Where caches are is no part of a program; a setting that changes nothing else costs a compilation.
-    settings = [(name, repr(getattr(jax.config, name))) for name in sorted(jax.config.values) if "cache" not in name]
+    known = {name: value for name, value in jax.config.values.items() if "cache" not in name}
+    # An attribute has what a context manager of this thread says, too; few settings have none.
+    settings = sorted((name, repr(getattr(jax.config, name, value))) for name, value in known.items())
     variables = [os.environ.get(name) for name in _VARIABLES]
     return (*_process(), device.platform, device.device_kind, device.client.platform_version, settings, variables)
 

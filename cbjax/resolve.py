@@ -125,11 +125,12 @@ def resolve(
         Decision(field="block_size", asked=config.block_size, used=config.block_size, why="tokens"),
     ]  # fmt: skip
     tokens = _batch_tokens(config, defaults, budget, model, decisions)
+    block_bytes = model.block_bytes(config.block_size)
     sizes = Sizes(
         block_size=config.block_size,
         tokens=tokens,
         rows=min(config.max_requests_per_batch or defaults["max_requests_per_batch"], tokens),
-        columns=_wanted_columns(config, hints)[0],
+        columns=_fillable(_wanted_columns(config, hints)[0], config.num_blocks or budget // block_bytes, config, model),
         moves_blocks=config.cpu_offload_space > 0,
     )
     rows_wanted, sizes = sizes.rows, _with_rows(config, budget, model, sizes)
@@ -140,7 +141,7 @@ def resolve(
     policy = scheduler_named(config.scheduler_type)
     need = _workload_blocks(config, hints, model, tokens, rows)
     margin = _margin(config, need, num_blocks, policy.default_safety_margin, decisions)
-    num_bytes = (num_blocks + NUM_RESERVED_BLOCKS) * model.block_bytes(config.block_size)
+    num_bytes = (num_blocks + NUM_RESERVED_BLOCKS) * block_bytes
     host_blocks = _host_blocks(config, machine, model, num_bytes, decisions)
     choice = choose_ladder(config, tokens=tokens, rows=rows, most_rows=rows_wanted)
     decisions += [
@@ -249,12 +250,18 @@ def _wanted_columns(config, hints) -> tuple[int, str]:
     return used, why if config.max_blocks_per_request is None else f"{why}; without decode programs"
 
 
+def _fillable(columns: int, num_blocks: int, config, model: ModelFacts) -> int:
+    """As many of these columns as a request can fill in that pool; at least one."""
+    fillable = most_columns(model.windows, num_blocks=num_blocks, block_size=config.block_size, limit=columns)
+    return min(columns, max(fillable, 1))
+
+
 def _columns(config, hints, num_blocks: int, model: ModelFacts, decisions: list[Decision]) -> int:
     asked = config.max_blocks_per_request
     used, why = _wanted_columns(config, hints)
-    fillable = most_columns(model.windows, num_blocks=num_blocks, block_size=config.block_size, limit=used)
-    if used > max(fillable, 1):
-        used, why = max(fillable, 1), "no request can hold more than the pool"
+    fillable = _fillable(used, num_blocks, config, model)
+    if used > fillable:
+        used, why = fillable, "no request can hold more than the pool"
     decisions.append(Decision(field="max_blocks_per_request", asked=asked, used=used, why=why))
     return used
 

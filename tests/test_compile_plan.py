@@ -83,7 +83,7 @@ def test_the_plan_names_every_program_before_any_is_compiled_and_tells_what_was_
 
 
 def test_a_smaller_warm_up_leaves_the_rest_to_compile(lm):
-    lm.generate_batch([[1]], GREEDY, CONFIG)
+    lm.generate_batch([[1, 2]], GREEDY, CONFIG)
     plan = lm.compile_plan()
     assert (plan.count("compiled"), plan.count("to compile"), len(plan)) == (5, 1, 6)
     assert [p.name for p in plan.programs if p.status == "to compile"] == ["copies of blocks"]
@@ -109,10 +109,10 @@ def test_the_demo_has_at_most_24_programs_with_forks_and_offload(level, most):
 
 
 def test_strict_mode_names_the_bucket_and_what_there_is(lm):
-    lm.generate_batch([[1]], GenerationConfig(max_new_tokens=1), dataclasses.replace(CONFIG, cpu_offload_space=0.0))
+    lm.generate_batch([[1, 2]], GenerationConfig(max_new_tokens=1), dataclasses.replace(CONFIG, cpu_offload_space=0.0))
     lm.session.device.strict = True
     with pytest.raises(StrictModeError, match=r"needed now: decode\(2\); compiled are: .*mixed\(64 tokens, 2 rows\)"):
-        lm.generate_batch([[1]], GREEDY, dataclasses.replace(CONFIG, cpu_offload_space=0.0))
+        lm.generate_batch([[1, 2]], GREEDY, dataclasses.replace(CONFIG, cpu_offload_space=0.0))
 
 
 def test_ctrl_c_while_the_compiler_runs_stops_and_the_next_call_works(lm, monkeypatch):

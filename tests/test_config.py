@@ -35,6 +35,7 @@ OWN_DEFAULTS = {
     "eviction_policy": "arc",
     "seed": None,
     "compilation_cache": True,
+    "batch_invariant": False,
     "decode_buckets": None,
     "mixed_buckets": None,
 }
