@@ -15,8 +15,8 @@ from cbjax.scheduler import NUM_RESERVED_BLOCKS, Window
 
 # Of the budget, for what nobody can count beforehand: an allocator's rounding and gaps.
 SAFETY_SHARE = 0.005
-# Of the budget, what a step's activations may take before max_batch_tokens is lowered.
-ACTIVATION_SHARE = 0.25
+# Of the budget, what a step's activations and its logits may take before max_batch_tokens and the rows are lowered.
+TEMPORARY_SHARE = 0.25
 MIN_BATCH_TOKENS = 256
 MIN_ROWS = 2
 # Numbers of 4 bytes that a row has in a descriptor and in the answers to it, sampling words not counted; at most.
@@ -147,13 +147,13 @@ class Sizes:
 
 def affordable_tokens(budget: int, model: ModelFacts, wanted: int) -> int:
     """Tokens of a step whose activations leave the pool its share of the budget, `wanted` at most."""
-    share = int((budget - model.unplaced_weight_bytes) * ACTIVATION_SHARE)
-    return min(wanted, max(MIN_BATCH_TOKENS, share // max(1, model.token_bytes)))
+    return min(wanted, max(MIN_BATCH_TOKENS, _share(budget, model) // max(1, model.token_bytes)))
 
 
 def affordable_rows(budget: int, model: ModelFacts, sizes: Sizes) -> int:
-    """Rows, `sizes.rows` at most, that leave memory for a block of each of them in every layer group."""
-    groups, low, high = len(model.windows), min(MIN_ROWS, sizes.rows), sizes.rows
+    """Rows, `sizes.rows` at most, that leave the pool its share, and a block for each of them in every layer group."""
+    groups, low = len(model.windows), min(MIN_ROWS, sizes.rows)
+    high = min(sizes.rows, max(low, _share(budget, model) // max(1, model.row_bytes)))
     while low < high:
         rows = (low + high + 1) // 2
         if blocks_that_fit(budget, model, replace(sizes, rows=rows)) >= rows * groups:
@@ -161,6 +161,10 @@ def affordable_rows(budget: int, model: ModelFacts, sizes: Sizes) -> int:
         else:
             high = rows - 1
     return low
+
+
+def _share(budget: int, model: ModelFacts) -> int:
+    return int((budget - model.unplaced_weight_bytes) * TEMPORARY_SHARE)
 
 
 def blocks_that_fit(budget: int, model: ModelFacts, sizes: Sizes) -> int:

@@ -10,8 +10,8 @@ from cbjax.ladder import MIN_DECODE_ROWS, Ladder
 from cbjax.ladder_settings import choose_ladder
 from cbjax.machine import MachineFacts
 from cbjax.memory_plan import (
-    ACTIVATION_SHARE,
     MIN_BATCH_TOKENS,
+    TEMPORARY_SHARE,
     MemoryPlan,
     Sizes,
     affordable_rows,
@@ -180,7 +180,7 @@ def _batch_tokens(config, defaults, budget: int, model: ModelFacts, decisions: l
         affordable = affordable_tokens(budget, model, used)
         if affordable < used:
             used = affordable
-            why = f"what {ACTIVATION_SHARE:.0%} of the memory holds in temporaries, at least {MIN_BATCH_TOKENS}"
+            why = f"what {TEMPORARY_SHARE:.0%} of the memory holds in temporaries, at least {MIN_BATCH_TOKENS}"
     decisions.append(Decision(field="max_batch_tokens", asked=asked, used=used, why=why))
     return used
 
@@ -232,7 +232,7 @@ def _rows(config, wanted: int, blocks_per_group: int, decisions: list[Decision])
     asked, used = config.max_requests_per_batch, wanted
     why = "as asked" if asked == used else "at most max_batch_tokens" if asked else "default of the platform"
     if asked is None and blocks_per_group < used:
-        used, why = max(blocks_per_group, MIN_DECODE_ROWS), "every row holds a block at least"
+        used, why = max(blocks_per_group, MIN_DECODE_ROWS), "every row holds a block at least, and its logits"
     decisions.append(Decision(field="max_requests_per_batch", asked=asked, used=used, why=why))
     return used
 

@@ -115,6 +115,13 @@ def test_with_hints_the_pool_is_the_smaller_of_what_fits_and_what_they_need(
     assert scheduler.num_blocks >= min(need, fits.scheduler.num_blocks)
 
 
+def test_rows_that_nobody_asked_for_leave_most_of_a_small_memory_to_the_pool():
+    resolved = plan_of(GIB, MODELS["8B"], ContinuousBatchingConfig(block_size=16))
+    logits = resolved.scheduler.max_requests_per_batch * MODELS["8B"].row_bytes
+    assert 0.24 * GIB < logits <= 0.25 * GIB
+    assert resolved.num_bytes > 0.7 * GIB
+
+
 def test_more_of_anything_leaves_fewer_blocks():
     small = ContinuousBatchingConfig(block_size=16, max_batch_tokens=64, max_requests_per_batch=8)
     most = plan_of(4 * GIB, MODELS["1B"], small).scheduler.num_blocks
