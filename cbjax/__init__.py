@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cbjax.cache import PagedAttentionCache as PagedAttentionCache
+    from cbjax.calibration import measure_cost as measure_cost
+    from cbjax.calibration import measure_steps as measure_steps
     from cbjax.causal_lm import CausalLM as CausalLM
     from cbjax.config import ContinuousBatchingConfig as ContinuousBatchingConfig
     from cbjax.config import GenerationConfig as GenerationConfig
@@ -46,6 +48,8 @@ _HOMES = {
     "StepRecord": "cbjax.step_record",
     "Timeline": "cbjax.timeline",
     "WorkloadHints": "cbjax.config",
+    "measure_cost": "cbjax.calibration",
+    "measure_steps": "cbjax.calibration",
     "read_recording": "cbjax.recording",
     "replay": "cbjax.recording",
 }

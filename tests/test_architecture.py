@@ -22,7 +22,8 @@ FOREIGN = ("torch", "transformers", "tensorflow")
 MAY_IMPORT = {
     "__init__": set(),  # public names are imported when they are first used
     "__main__": {"cli"},
-    "cli": {"__init__", "causal_lm", "config", "paths", "recording"},
+    "cli": {"__init__", "causal_lm", "config", "ladder", "paths", "recording", "scheduler", "simulate"},
+    "calibration": {"config", "progress", "simulate", "step_record", "strict"},
     "causal_lm": {"attention", "checkpoints", "config", "mixin", "models", "step", "strict"},
     "testing": {"causal_lm", "descriptor", "models", "scheduler", "text"},
     "mixin": {
@@ -234,7 +235,10 @@ def test_importing_cbjax_imports_nothing_else() -> None:
     assert "CausalLM" in names.split()
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("replay", "--help"), ("--version",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("generate", "--help"), ("replay", "--help"), ("simulate", "--help"), ("--version",)],
+)
 def test_help_does_not_import_jax(arguments: tuple[str, ...]) -> None:
     loaded, out = loaded_by("-m", "cbjax", *arguments)
     assert "cbjax" in out

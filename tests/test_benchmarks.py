@@ -16,6 +16,7 @@ from benchmarks import (
     invariance,
     peer,
     pool_size,
+    prediction,
     pressure,
     report,
     sampling,
@@ -180,6 +181,16 @@ def test_the_invariance_benchmark_writes_the_form(measured, model):
     assert document["limits"].keys() == {"float32, 4 requests, on against off"}
     (note,) = document["notes"]
     assert note.startswith("float32: 3 of 3 programs: all give the same bits")
+
+
+def test_the_prediction_benchmark_evicts_and_predicts_every_batch(measured, model):
+    document = measured(prediction.main, "--quick", *BUDGET, "--model", model)
+    figures, limits = document["figures"], document["limits"]
+    for kind in (prediction.RESET, prediction.OFFLOAD):
+        assert figures[f"{kind}, evictions"]["median"] > 0
+        assert figures[f"{kind}, steps, predicted"] == figures[f"{kind}, steps, measured"]
+        assert limits[f"{kind}, {prediction.DIFFER}"] == {"rule": "at most", "bound": 0, "holds": True}
+        assert limits[f"{kind}, {prediction.OFF_BY}"]["bound"] == 0.15
 
 
 def test_vs_transformers_without_a_peer_measures_cbjax(measured, model):
@@ -356,7 +367,17 @@ def test_startup_says_what_failed(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["invariance", "pool_size", "pressure", "sampling", "scheduler", "simulation", "startup", "vs_transformers"],
+    [
+        "invariance",
+        "pool_size",
+        "prediction",
+        "pressure",
+        "sampling",
+        "scheduler",
+        "simulation",
+        "startup",
+        "vs_transformers",
+    ],
 )
 def test_a_benchmark_is_a_module_to_run(name):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]

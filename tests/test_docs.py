@@ -1,15 +1,18 @@
 """What the documents show is run."""
 
 import re
+import shlex
 from pathlib import Path
+
+from cbjax import cli
+from cbjax.simulate import LinearCost
 
 ROOT = Path(__file__).parent.parent
 
 
-def code_blocks(document: str) -> list[str]:
-    return re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+def code_blocks(document: str, language: str = "python") -> list[str]:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def test_the_example_of_a_module_of_ones_own_runs_and_its_own_check_holds(monkeypatch):
@@ -29,6 +32,25 @@ def test_the_example_of_a_manager_runs_and_its_own_checks_hold():
     assert [output.status.name for output in names["outputs"]] == ["FINISHED"] * 3
     assert names["lm"].manager is None
     names["lm"].close()
+
+
+def test_the_example_of_a_measured_cost_runs_and_a_simulation_takes_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (source,) = code_blocks("docs/sizing.md")
+    assert source.count("assert ") == 1
+    names = {}
+    exec(compile(source, "docs/sizing.md", "exec"), names)
+    assert min(names["cost"].buckets.values()) > 0
+    assert LinearCost.from_json(Path("cost.json").read_text()) == names["cost"]
+    assert names["lm"].manager is None
+    names["lm"].close()
+    Path("mine.csv").write_text("prompt_tokens,output_tokens\n20,5\n30,9\n")
+    commands = [line for block in code_blocks("docs/sizing.md", "bash") for line in block.splitlines()]
+    (command,) = [line for line in commands if "--cost" in line]
+    assert cli.main(shlex.split(command)[1:]) == 0
+    assert "2 of 2 completed" in capsys.readouterr().out
+    for line in commands:
+        assert cli.build_parser().parse_args(shlex.split(line)[1:]).command == "simulate"
 
 
 def test_the_readme_has_both_commands_and_links_that_exist():

@@ -11,9 +11,12 @@ import jupytext
 import matplotlib as mpl
 import pytest
 
+from cbjax.scheduler import EVICTION_MAPPING
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9]*.py"))
 QUICKSTART, PRESSURE = FOLDER / "01_quickstart.py", FOLDER / "02_kv_pressure.py"
+SIZING = FOLDER / "03_sizing.py"
 MAX_BYTES = 400_000
 
 
@@ -23,6 +26,12 @@ def cells_of(notebook: dict[str, Any]) -> list[tuple[str, str]]:
 
 def code_of(source: Path) -> list[str]:
     return [text for kind, text in cells_of(jupytext.read(source)) if kind == "code"]
+
+
+def imports_of(cells: list[str]) -> set[str]:
+    """Top-level modules."""
+    lines = [line.split() for text in cells for line in text.splitlines()]
+    return {words[1].partition(".")[0] for words in lines if words[:1] in (["import"], ["from"])}
 
 
 def run(cells: list[str], names: dict[str, Any]) -> None:
@@ -48,7 +57,7 @@ def titles_of(figures: list[Any]) -> list[list[str]]:
 
 
 def test_the_notebooks_are_these() -> None:
-    assert SOURCES == [QUICKSTART, PRESSURE]
+    assert SOURCES == [QUICKSTART, PRESSURE, SIZING]
 
 
 each_notebook = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -149,6 +158,43 @@ def shows_who_computed(axes: Any, outputs: list[Any]) -> None:
         assert len(output.generated_tokens) - prefills <= (image == 3).sum() < len(output.generated_tokens)
 
 
+def test_the_notebook_on_sizing_runs_and_its_pictures_show_its_runs(
+    figures: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {"__name__": "notebook"}
+    run(code_of(SIZING), names)
+    out = capsys.readouterr().out
+    workloads = ["chat", "agents", "reasoning"]
+    assert titles_of(figures) == [
+        workloads,
+        workloads,
+        ["short requests, 600 steps", "long requests, 600 steps"],
+        ["Blocks held, 40 long requests"],
+        ["agents", "few_shot"],
+    ]
+    for name, results in names["by_pool"].items():
+        # Everybody is served in every pool; the smallest evicts those who grow, the largest nobody, who waits least.
+        assert all(result.completed == result.requests for result in results)
+        assert (results[0].evictions > 0) == (name != "agents")
+        assert results[-1].evictions == 0
+        waits = [names["first_token"](result) for result in results]
+        assert waits[-1] == min(waits) < waits[0] == max(waits)
+    for results in names["by_margin"].values():
+        assert results[0].evictions >= results[-1].evictions
+        assert names["first_token"](results[-1]) > names["first_token"](results[0])
+    for figure, kind in zip(figures, ("by_pool", "by_margin"), strict=False):
+        drawn = [axes.lines[0].get_ydata().tolist() for axes in figure.axes[:3]]
+        assert drawn == [[result.evictions for result in results] for results in names[kind].values()]
+    assert [len(axes.lines) for axes in figures[4].axes] == [len(EVICTION_MAPPING)] * 2
+
+    # The published figures of the loss model.
+    for cells in ("(120, 9, 187)", "(96, 0, never)", "(83, 59, 187)", "(33, 13, 212)"):
+        assert cells in out
+    evictions = [run.evictions for run in names["cures"].values()]
+    assert evictions[0] > evictions[1] > evictions[2] == 0
+    assert f"the smallest of these: {names['smallest']} blocks" in out
+
+
 @each_notebook
 @pytest.mark.parametrize(("device", "requirement"), [("tpu", "cbjax[tpu]"), ("gpu", "cbjax[cuda12]"), ("cpu", "cbjax")])
 def test_the_first_cell_installs_on_colab_before_jax_is_imported(
@@ -168,4 +214,6 @@ def test_the_first_cell_installs_on_colab_before_jax_is_imported(
     run([first], {})
     assert commands == [[sys.executable, "-m", "pip", "install", "-q", requirement, "jax<0.12"]]
     assert "import jax" not in first
-    assert "import jax" in rest[0]
+    # The notebook on sizing needs the scheduler and nothing else.
+    assert ("import jax" in rest[0]) == (source != SIZING)
+    assert source != SIZING or "jax" not in imports_of(rest)

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from cbjax.cli import generate, replay
+from cbjax.cli import generate, replay, simulate
 from cbjax.cli.usage import UsageError as UsageError
 
-_COMMANDS = {"generate": generate, "replay": replay}
+_COMMANDS = {"generate": generate, "replay": replay, "simulate": simulate}
 
 
 def build_parser() -> argparse.ArgumentParser:

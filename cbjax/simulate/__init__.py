@@ -10,6 +10,8 @@ from cbjax.simulate.cost import ConstantCost as ConstantCost
 from cbjax.simulate.cost import CostModel as CostModel
 from cbjax.simulate.cost import LinearCost as LinearCost
 from cbjax.simulate.cost import StepWork as StepWork
+from cbjax.simulate.fit import MeasuredStep as MeasuredStep
+from cbjax.simulate.fit import fit_cost as fit_cost
 from cbjax.simulate.plot import plot_result as plot_result
 from cbjax.simulate.plot import plot_sweep as plot_sweep
 from cbjax.simulate.result import Result as Result

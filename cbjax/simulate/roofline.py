@@ -9,6 +9,7 @@ times a fraction, `compute_efficiency` and `memory_efficiency`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from cbjax.ladder import Ladder
@@ -74,6 +75,7 @@ A100 = Hardware(name="A100 80GB SXM", flops=312e12, bytes_per_second=2.039e12, h
 H100 = Hardware(name="H100 SXM", flops=989e12, bytes_per_second=3.35e12, host_bytes_per_second=50e9)
 TPU_V5E = Hardware(name="TPU v5e", flops=197e12, bytes_per_second=0.819e12, host_bytes_per_second=25e9)
 TPU_V6E = Hardware(name="TPU v6e", flops=918e12, bytes_per_second=1.64e12, host_bytes_per_second=25e9)
+HARDWARE: Mapping[str, Hardware] = {"a100": A100, "h100": H100, "tpu_v5e": TPU_V5E, "tpu_v6e": TPU_V6E}
 # 32 layers with 8 KV heads of 128, all in bfloat16.
 LLAMA_3_8B = ModelSize(name="Llama 3.1 8B", parameters=8.03e9, weight_bytes=16.06e9, kv_bytes_per_token=131_072)
 
