@@ -4,6 +4,9 @@ jax's own cache is keyed by the traced program, so each start traces every progr
 depends on: the model's description, the source text of cbjax, the versions of the libraries, jax's settings, the
 device, and the shapes of the arguments. So only models whose code is cbjax's own have a store; a module of one's own
 may be other code under the same name, and is traced. An entry that cannot be read is dropped and compiled anew.
+
+Only what was compiled in this process is kept: an executable that jax read from its cache does not survive being
+written a second time (on a CPU it loads, and lacks functions when it runs).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import logging
 import os
 import pickle
 import platform
+import threading
 import zlib
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -31,6 +35,26 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # An entry is some megabytes: the oldest go when there are more.
 _MAX_ENTRIES = 256
+
+
+class _CacheHits(threading.local):
+    count = 0
+
+
+_hits = _CacheHits()
+
+
+def _note(event: str, **_: object) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _hits.count += 1
+
+
+jax.monitoring.register_event_listener(_note)
+
+
+def cache_hits() -> int:
+    """Executables that jax has read from its own cache on this thread."""
+    return _hits.count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

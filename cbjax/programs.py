@@ -37,7 +37,7 @@ from cbjax.cache import (
 from cbjax.descriptor import BatchDescriptor, Bucket, abstract
 from cbjax.host_memory import give_back_freed_memory
 from cbjax.models.products import ProductForm, product_form
-from cbjax.program_store import ProgramStore, StoredProgram
+from cbjax.program_store import ProgramStore, StoredProgram, cache_hits
 from cbjax.scheduler import Offload, Restore, SchedulerConfig, TableDelta
 from cbjax.step import Bind, SlotState, StepResult, initial_slots, make_step, write_table
 
@@ -314,8 +314,10 @@ def _compile(key: ProgramKey, lowered: jax.stages.Lowered, traced: float) -> tup
 def _compile_and_keep(
     key: ProgramKey, lowered: jax.stages.Lowered, traced: float, store: ProgramStore, path: Path
 ) -> tuple[ProgramKey, Program]:
+    before = cache_hits()
     _, program = _compile(key, lowered, traced)
-    store.save(path, program.call, seconds=program.seconds, temp_bytes=program.temp_bytes)
+    if cache_hits() == before:
+        store.save(path, program.call, seconds=program.seconds, temp_bytes=program.temp_bytes)
     return key, program
 
 

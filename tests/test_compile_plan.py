@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from cbjax import ContinuousBatchingConfig, GenerationConfig, WorkloadHints, programs
 from cbjax.programs import ModelDevice, StrictModeError
@@ -49,7 +50,9 @@ def own_cache(tmp_path, monkeypatch):
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()  # jax keeps the first folder that it used
     yield tmp_path
+    compilation_cache.reset_cache()
     for name, value in before.items():
         jax.config.update(name, value)
 
@@ -169,9 +172,24 @@ def test_a_second_start_finds_every_program_and_traces_none(own_cache, monkeypat
     again.close()
 
 
+def test_what_jax_read_from_its_own_cache_is_not_written_again(own_cache):
+    lm, _, tokens = start(own_cache)
+    lm.close()
+    for entry in (own_cache / "programs").iterdir():
+        entry.unlink()
+    again, _, same = start(own_cache)
+    again.close()
+    kept = len(list((own_cache / "programs").iterdir()))
+    assert kept < 5, "jax keeps programs that took long to compile, as steps do"
+    third, plan, once_more = start(own_cache)
+    third.close()
+    assert plan.count("on disk") == kept
+    assert tokens == same == once_more
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"hidden_size": 16}, {"rope_theta": 5e4}, {"dtype": "bfloat16"}, {"vocab_size": 300}],
+    [{"hidden_size": 16}, {"rms_norm_eps": 1e-3}, {"dtype": "bfloat16"}, {"vocab_size": 300}],
     ids=lambda change: next(iter(change)),
 )
 def test_another_model_finds_nothing_of_the_first(own_cache, change):
