@@ -34,6 +34,7 @@ class CausalLM(ContinuousMixin):
       vocab_size, max_positions: in ids and tokens.
       dtype: of keys and values.
       config: the decoder's, None for a module of one's own.
+      description: all that decides how `bind`'s model is traced, if that is cbjax's code alone; else empty.
     """
 
     def __init__(
@@ -48,13 +49,14 @@ class CausalLM(ContinuousMixin):
         generation_config: GenerationConfig | None = None,
         config: DecoderConfig | None = None,
         source: str = "",
+        description: str = "",
     ) -> None:
         super().__init__()
         self.bind, self._params = bind, params
         self.max_positions, self.dtype = max_positions, jnp.dtype(dtype)
         self.tokenizer = tokenizer
         self.generation_config = generation_config or GenerationConfig()
-        self.config, self.source = config, source
+        self.config, self.source, self.description = config, source, description
         self.layers, self.vocab_size = _shapes_of(bind(params))
         # A checkpoint may name ids that its vocabulary lacks; they could never be drawn.
         self.eos_token_ids = tuple(id for id in eos_token_ids if 0 <= id < self.vocab_size)
@@ -97,6 +99,7 @@ class CausalLM(ContinuousMixin):
             generation_config=_generation_config(defaults),
             config=checkpoint.config,
             source=checkpoint.source,
+            description=_description(checkpoint.config, dtype),
         )
 
     @classmethod
@@ -115,6 +118,7 @@ class CausalLM(ContinuousMixin):
             tokenizer=tokenizer,
             eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
             config=config,
+            description=_description(config, dtype),
         )
 
     @classmethod
@@ -174,6 +178,10 @@ class CausalLM(ContinuousMixin):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """`forward` with the model's own weights."""
         return jax.jit(self.forward)(self.params, jnp.asarray(tokens, jnp.int32))
+
+
+def _description(config: DecoderConfig, dtype: str) -> str:
+    return f"{config!r} in {dtype}"
 
 
 def _check_same_shapes(old: dict[Any, Any], new: dict[Any, Any]) -> None:

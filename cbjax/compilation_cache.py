@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from cbjax.paths import cache_dir
 
@@ -31,3 +32,11 @@ def enable_compilation_cache() -> str:
     # A program of a small model compiles in about a second; tracing again is all that a second start should pay.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return str(path)
+
+
+def program_folder() -> Path | None:
+    """Where executables are kept beside jax's cache; None where that is off or somebody else's."""
+    import jax
+
+    is_ours = jax.config.jax_compilation_cache_dir == str(cache_dir() / "xla")
+    return cache_dir() / "programs" if is_ours and jax.config.jax_enable_compilation_cache else None

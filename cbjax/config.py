@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from cbjax.ladder import MIN_DECODE_ROWS
 from cbjax.sampling.params import SamplingParams, derive_seed
 from cbjax.scheduler import MAX_WINDOW, MIN_BLOCK_SIZE, eviction_named, scheduler_named
-from cbjax.strict import check_bool, check_fraction, check_number, rejects_unknown_fields, set_checked_ints
+from cbjax.strict import check_bool, check_fraction, check_int, check_number, rejects_unknown_fields, set_checked_ints
 
 _BOOLS = ("allow_block_sharing", "return_logprobs", "per_request_processors", "batch_invariant", "compilation_cache")
 # Each is a request of its own from the start, so a slip of the keyboard would take minutes to be seen.
 MAX_CONTINUATIONS = 10_000
+MAX_COMPILE_LEVEL = 3
 
 # Steps in flight; what the scheduler's rules were proved for.
 MAX_ASYNC_DEPTH = 3
@@ -19,7 +22,6 @@ MAX_ASYNC_DEPTH = 3
 # Fields that exist for compatibility or are to come: the values that ask for nothing this version cannot do.
 _WITHOUT_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
     "use_cuda_graph": ((None, False), "every step is one compiled program already"),
-    "default_compile_level": ((0,), "every step is one compiled program already"),
     "max_queue_size": ((0,), "requests are handed to the engine directly in this version"),
 }
 
@@ -53,8 +55,11 @@ class ContinuousBatchingConfig:
       max_window_latency: seconds that such a window may take where requests can come and tokens are followed (a
         manager, `stream`), by the time of the steps before: so much later a token is seen, a new request begins or a
         cancelled one makes room.
-      use_cuda_graph, default_compile_level, max_queue_size: no effect in this version; values that would ask for
-        something are refused.
+      use_cuda_graph, max_queue_size: no effect in this version; values that would ask for something are refused.
+      default_compile_level: how many programs there are. 1: fewest, with most padding; 2: sizes double from one to the
+        next; 3: most programs, least padding. 0: as decided at start.
+      decode_buckets, mixed_buckets: rows of the decode programs and tokens of the mixed ones, in ascending order, in
+        place of what the level says; a last one as large as the budget is added. None: by the level.
       scheduler_type: "fifo" or "prefill_first".
       safety_margin: fraction of the pool below which waiting requests are held back. None: 0.15 for fifo, 0.0 for
         prefill_first.
@@ -84,6 +89,8 @@ class ContinuousBatchingConfig:
     max_window_latency: float = 0.05
     use_cuda_graph: bool | None = None
     default_compile_level: int = 0
+    decode_buckets: Sequence[int] | None = None
+    mixed_buckets: Sequence[int] | None = None
     scheduler_type: str = "fifo"
     safety_margin: float | None = None
     cpu_offload_space: float = 0.0
@@ -133,10 +140,40 @@ class ContinuousBatchingConfig:
             check_bool(name, getattr(self, name))
         scheduler_named(self.scheduler_type)
         eviction_named(self.eviction_policy)
+        set_checked_ints(self, ("default_compile_level",), minimum=0)
+        if self.default_compile_level > MAX_COMPILE_LEVEL:
+            raise ValueError(
+                f"default_compile_level must be at most {MAX_COMPILE_LEVEL}; got {self.default_compile_level}: for "
+                "other sizes give decode_buckets and mixed_buckets"
+            )
+        self._check_rungs("decode_buckets", MIN_DECODE_ROWS, "max_requests_per_batch")
+        self._check_rungs("mixed_buckets", 1, "max_batch_tokens")
+        if self.decode_buckets is not None and self.max_blocks_per_request == 0:
+            raise ValueError("decode_buckets asks for decode programs and max_blocks_per_request=0 for none: drop one")
         for name, (accepted, why) in _WITHOUT_EFFECT.items():
             value = getattr(self, name)
             if not any(value is ok or (type(value) is type(ok) and value == ok) for ok in accepted):
                 raise ValueError(f"{name}={value!r} has no effect yet: {why}; leave it at {accepted[0]!r}")
+
+    def _check_rungs(self, name: str, minimum: int, budget_name: str) -> None:
+        """Replaces the field by a tuple of ints that ascend from `minimum` to the budget, if there is one."""
+        given = getattr(self, name)
+        if given is None:
+            return
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+            raise TypeError(f"{name} must be a sequence of ints or None; got {given!r}")
+        rungs = tuple(check_int(f"{name}[{i}]", rung, minimum=minimum) or minimum for i, rung in enumerate(given))
+        if not rungs:
+            raise ValueError(f"{name} must have at least one size; got none: leave it at None for the default ones")
+        if any(low >= high for low, high in pairwise(rungs)):
+            raise ValueError(f"{name} must be in ascending order, each size once; got {rungs}: sort them")
+        budget = getattr(self, budget_name)
+        if budget is not None and rungs[-1] > budget:
+            raise ValueError(
+                f"{name} must not go above {budget_name}={budget}; got {rungs}: no step is larger than that, so drop "
+                f"{rungs[-1]} or raise {budget_name}"
+            )
+        object.__setattr__(self, name, rungs)
 
 
 @rejects_unknown_fields

@@ -6,13 +6,23 @@ by rows (2, 8, 16, 32, ...; at least 2, since matrix products of one row take ot
 
 from __future__ import annotations
 
-from collections.abc import Container
+import enum
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from cbjax.scheduler import Batch, Bucket
 
 MIN_DECODE_ROWS = 2
 MIN_MIXED_TOKENS = 64
+
+
+class Density(enum.Enum):
+    """How far apart rungs are: fewer programs with more padding, or more programs with less."""
+
+    COARSE = "each four times the one before: fewest programs, most padding"
+    DOUBLING = "each twice the one before"
+    FINE = "each twice the one before, and one halfway: most programs, least padding"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +80,31 @@ class Ladder:
         return tuple(sorted({next(b for b in (ones if n == 1 else several) if b.tokens >= n) for n in chunks}))
 
 
-def make_ladder(*, max_batch_tokens: int, max_rows: int, decode: bool = True) -> Ladder:
-    """The ladder of these budgets (tokens, rows); without `decode` every step runs in a mixed bucket."""
-    rows = _rungs((MIN_DECODE_ROWS, 8), max(max_rows, MIN_DECODE_ROWS))
-    tokens = _rungs((MIN_MIXED_TOKENS,), max(max_batch_tokens, MIN_MIXED_TOKENS))
+def make_ladder(
+    *,
+    max_batch_tokens: int,
+    max_rows: int,
+    decode: bool = True,
+    density: Density = Density.DOUBLING,
+    decode_rungs: Sequence[int] | None = None,
+    mixed_rungs: Sequence[int] | None = None,
+) -> Ladder:
+    """The ladder of these budgets (tokens, rows); without `decode` every step runs in a mixed bucket.
+
+    Args:
+      density: how far apart rungs are that are not given.
+      decode_rungs, mixed_rungs: rows of the decode buckets and tokens of the mixed ones, ascending; those from the
+        budget on are replaced by the budget itself.
+    """
+    last_rows, last_tokens = max(max_rows, MIN_DECODE_ROWS), max(max_batch_tokens, MIN_MIXED_TOKENS)
+    if decode_rungs is None:
+        rows = _rungs((MIN_DECODE_ROWS, 8), last_rows, density)
+    else:
+        rows = [*(rung for rung in decode_rungs if rung < last_rows), last_rows]
+    if mixed_rungs is None:
+        tokens = _rungs((MIN_MIXED_TOKENS,), last_tokens, density)
+    else:
+        tokens = [*(rung for rung in mixed_rungs if rung < max_batch_tokens), max_batch_tokens]
     return Ladder(
         max_batch_tokens=max_batch_tokens,
         decode=tuple(Bucket(kind="decode", tokens=r, rows=r) for r in rows if decode),
@@ -81,12 +112,17 @@ def make_ladder(*, max_batch_tokens: int, max_rows: int, decode: bool = True) ->
     )
 
 
-def _rungs(first: tuple[int, ...], last: int) -> list[int]:
-    """`first`, then doubling, up to and including `last`."""
+def _rungs(first: tuple[int, ...], last: int, density: Density) -> list[int]:
+    """`first`, then as the density says, up to and including `last`."""
     rungs = [rung for rung in first if rung < last]
-    while rungs and rungs[-1] * 2 < last and rungs[-1] >= first[-1]:
-        rungs.append(rungs[-1] * 2)
-    return [*rungs, last]
+    factor = 4 if density is Density.COARSE else 2
+    while rungs and rungs[-1] * factor < last and rungs[-1] >= first[-1]:
+        rungs.append(rungs[-1] * factor)
+    rungs.append(last)
+    if density is Density.FINE:
+        halfway = [(low + high) // 2 for low, high in pairwise(rungs) if high - low > 1]
+        rungs = sorted({*rungs, *halfway})
+    return rungs
 
 
 def _up_to(buckets: tuple[Bucket, ...], field: str, wanted: int) -> tuple[Bucket, ...]:

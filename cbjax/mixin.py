@@ -14,14 +14,16 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from cbjax.compile_plan import CompilePlan
 from cbjax.config import ContinuousBatchingConfig, GenerationConfig, WorkloadHints
 from cbjax.inputs import Prompt, checked_names, hints_of, prepare
 from cbjax.job import Job, max_request_tokens
 from cbjax.manager import ContinuousBatchingManager
+from cbjax.memory_plan import MemoryPlan
 from cbjax.progress import progress
 from cbjax.recording import RecordingWriter
 from cbjax.requests import GenerationOutput, RequestStatus
-from cbjax.session import Session, rounded, session_key
+from cbjax.session import Session, planned_memory, rounded, session_key
 from cbjax.step_record import Observer, StepRecord
 from cbjax.summary import RunSummary
 from cbjax.timeline import DEFAULT_MAX_STEPS, Timeline
@@ -190,16 +192,8 @@ class ContinuousMixin:
           The others: as in `init_continuous_batching`.
         """
         manager = self.init_continuous_batching(generation_config, continuous_batching_config, workload_hints)
-        if warmup:
-            manager.warmup()
-        manager.start()
-        try:
+        with manager.running(block=block, timeout=timeout, warmup=warmup):
             yield manager
-            if not manager.stop(block=block, timeout=timeout) and block:
-                log.warning("the manager still runs after timeout=%s s; it ends when its requests have ended", timeout)
-        except BaseException:
-            manager.stop(hard_stop=True)
-            raise
 
     @property
     def manager(self) -> ContinuousBatchingManager | None:
@@ -261,6 +255,32 @@ class ContinuousMixin:
         finally:
             self._journal = None
             journal.close()
+
+    def compile_plan(
+        self, config: ContinuousBatchingConfig | None = None, workload_hints: WorkloadHints | None = None
+    ) -> CompilePlan:
+        """Every program that can be needed, what for, and what is known of it; a table when printed. Compiles nothing.
+
+        Without arguments it is that of the KV store that is there. Else, or if there is none, the store that these ask
+        for is made and kept, with the errors of a manager's `start`.
+        """
+        if self._session is not None and config is None and workload_hints is None:
+            return self._session.compile_plan()
+        with self._lending(config or self.continuous_batching_config, workload_hints or WorkloadHints()) as session:
+            return session.compile_plan()
+
+    def memory_plan(
+        self, config: ContinuousBatchingConfig | None = None, workload_hints: WorkloadHints | None = None
+    ) -> MemoryPlan:
+        """What takes the engine's memory, line by line; a table when printed.
+
+        Without arguments it is that of the KV store that is there, with what the compiler says of temporaries. Else, or
+        if there is none, of the store that these would make now, which is not made; ValueError if it does not fit.
+        """
+        if self._session is not None and config is None and workload_hints is None:
+            return self._session.memory_plan()
+        config, hints = config or self.continuous_batching_config, workload_hints or WorkloadHints()
+        return planned_memory(self, config, hints)  # pyright: ignore[reportArgumentType]
 
     @property
     def session(self) -> Session | None:

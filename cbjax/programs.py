@@ -15,14 +15,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from cbjax.cache import (
+    CALLS_IN_FLIGHT,
     HostTier,
     PagedAttentionCache,
     blocks_per_call,
@@ -35,18 +37,20 @@ from cbjax.cache import (
 from cbjax.descriptor import BatchDescriptor, Bucket, abstract
 from cbjax.host_memory import give_back_freed_memory
 from cbjax.models.products import ProductForm, product_form
+from cbjax.program_store import ProgramStore, StoredProgram, cache_hits
 from cbjax.scheduler import Offload, Restore, SchedulerConfig, TableDelta
 from cbjax.step import Bind, SlotState, StepResult, initial_slots, make_step, write_table
 
 # Entries one call writes; more are written by more calls, so that one program serves all.
 TABLE_ENTRIES = 256
-# Programs other than steps, with their names for people.
-_OTHERS = {
-    "table": "block-table entries",
-    "gather": "blocks to the host",
-    "scatter": "blocks from the host",
-    "copy": "copies of blocks",
+# Programs other than steps: their names for people, and what they are for.
+OTHER_PROGRAMS = {
+    "table": ("block-table entries", "which blocks a row has"),
+    "copy": ("copies of blocks", "continuations of one prompt"),
+    "gather": ("blocks to the host", "requests that lose their blocks"),
+    "scatter": ("blocks from the host", "requests that get them back"),
 }
+type ProgramKey = Bucket | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +60,16 @@ class Program:
     Attributes:
       name: for people.
       call: the executable.
-      seconds: spent on tracing and compiling.
+      seconds: spent on tracing and compiling; of one that was on disk, on reading it.
       temp_bytes: temporaries by the compiler's own analysis; 0 where the backend does not tell.
+      from_disk: it was read, not compiled.
     """
 
     name: str
-    call: Callable
+    call: jax.stages.Compiled
     seconds: float
     temp_bytes: int
+    from_disk: bool = False
 
 
 class StrictModeError(RuntimeError):
@@ -80,6 +86,7 @@ class ModelDevice:
       host_tier: where blocks are kept that lose their place; None: nowhere.
       products: how steps compute products with weights.
       strict: refuse to compile from now on.
+      store: compiled programs on disk; None: none are kept there.
       on_compiled: told the name and the seconds of each program that was compiled.
     """
 
@@ -91,13 +98,14 @@ class ModelDevice:
         config: SchedulerConfig,
         *,
         host_tier: HostTier | None = None,
+        store: ProgramStore | None = None,
     ) -> None:
         self.bind, self.params, self.cache, self.config = bind, params, cache, config
-        self.host_tier = host_tier
+        self.host_tier, self.store = host_tier, store
         self.products = ProductForm.FASTEST
         self.strict = False
         self.on_compiled: Callable[[str, float], object] = lambda name, seconds: None
-        self.programs: dict[Bucket | str, Program] = {}
+        self.programs: dict[ProgramKey, Program] = {}
         self.slots = self._fresh_slots()
 
     def _fresh_slots(self) -> SlotState:
@@ -114,13 +122,23 @@ class ModelDevice:
         self.products = form
         self.programs = {key: program for key, program in self.programs.items() if not isinstance(key, Bucket)}
 
-    def missing(self, buckets: Iterable[Bucket], *, forks: bool = False) -> list[Bucket | str]:
-        """Programs for these buckets that are not compiled yet, and with `forks` the one that copies blocks."""
-        others = ["table"] + ["copy"] * forks + ["gather", "scatter"] * (self.host_tier is not None)
-        wanted: list[Bucket | str] = [*others, *buckets]
-        return [key for key in wanted if key not in self.programs]
+    def all_keys(self, buckets: Iterable[Bucket], *, forks: bool = True) -> list[ProgramKey]:
+        """Programs for these buckets and all that go with them; with `forks` the one that copies blocks."""
+        return ["table"] + ["copy"] * forks + ["gather", "scatter"] * (self.host_tier is not None) + [*buckets]
 
-    def compile(self, key: Bucket | str) -> Program:
+    def missing(self, buckets: Iterable[Bucket], *, forks: bool = False) -> list[ProgramKey]:
+        """Those of `all_keys` that are not compiled yet."""
+        return [key for key in self.all_keys(buckets, forks=forks) if key not in self.programs]
+
+    def known(self, key: ProgramKey) -> Program | StoredProgram | None:
+        """A program that is compiled, or kept on disk; neither traces nor compiles."""
+        return self.programs.get(key) or self._stored(key)
+
+    def sizes(self, key: str) -> str:
+        """What one call of a program other than a step takes, for people."""
+        return f"{TABLE_ENTRIES} entries" if key == "table" else f"{self._blocks_per_call} blocks"
+
+    def compile(self, key: ProgramKey) -> Program:
         """Compiles one program.
 
         Raises:
@@ -129,30 +147,61 @@ class ModelDevice:
         (program,) = self.compile_all([key])
         return program
 
-    def compile_all(self, keys: Sequence[Bucket | str]) -> Iterator[Program]:
+    def compile_all(self, keys: Sequence[ProgramKey]) -> Iterator[Program]:
         """Compiles programs on as many threads as there are cores, and yields each when it is done.
 
         Raises:
           StrictModeError: in strict mode.
         """
         if self.strict and keys:
-            names = ", ".join(map(str, keys))
-            raise StrictModeError(f"strict mode: not compiled at warm-up, and needed now: {names}")
+            names = ", ".join(_name(key) for key in keys)
+            there = ", ".join(program.name for program in self.programs.values()) or "none"
+            raise StrictModeError(
+                f"strict mode: not compiled at warm-up, and needed now: {names}; compiled are: {there}. Warm up what "
+                "the workload can reach (session.warmup() compiles every program), or turn strict mode off"
+            )
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="cbjax-compile")
         try:
             with _deep_stacks():
                 # Tracing holds the interpreter, so it stays on this thread; the compiler does not.
-                started = [pool.submit(_compile, key, *self._lower(key)) for key in keys]
+                started = [self._start(pool, key) for key in keys]
+            unreadable = []
             for done in as_completed(started):
                 key, program = done.result()
+                if program is None:
+                    unreadable.append(key)
+                    continue
                 self.programs[key] = program
                 self.on_compiled(program.name, program.seconds)
                 yield program
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             give_back_freed_memory()
+        if unreadable:
+            yield from self.compile_all(unreadable)
 
-    def _lower(self, key: Bucket | str) -> tuple[jax.stages.Lowered, float]:
+    def _start(self, pool: ThreadPoolExecutor, key: ProgramKey) -> Future[tuple[ProgramKey, Program | None]]:
+        """Has a program read from disk, or traces it and has it compiled."""
+        if self.store is None:
+            return pool.submit(_compile, key, *self._lower(key))
+        path = self._path(self.store, key)
+        if (stored := self.store.find(path)) is not None:
+            return pool.submit(_read, key, self.store, stored)
+        return pool.submit(_compile_and_keep, key, *self._lower(key), self.store, path)
+
+    def _stored(self, key: ProgramKey) -> StoredProgram | None:
+        return None if self.store is None else self.store.find(self._path(self.store, key))
+
+    def _path(self, store: ProgramStore, key: ProgramKey) -> Path:
+        """Everything that `_lower` makes a program from is in it."""
+        if isinstance(key, Bucket):
+            params = {"params": self.params, "batch": abstract(key, self.config.num_words)}
+            name = f"{key} of {self.cache.groups!r} with {self.products.name}"
+        else:
+            params, name = {}, f"{key} of {self._blocks_per_call} blocks, {TABLE_ENTRIES} entries"
+        return store.path(name, {"kv": self.cache.kv, "slots": self.slots, **params})
+
+    def _lower(self, key: ProgramKey) -> tuple[jax.stages.Lowered, float]:
         """Traces a program; also the seconds that took."""
         start = time.perf_counter()
         kv = _shapes(self.cache.kv)
@@ -167,7 +216,7 @@ class ModelDevice:
             lowered = _lower_block_program(key, kv, _ids(self._blocks_per_call))
         return lowered, time.perf_counter() - start
 
-    def _program(self, key: Bucket | str) -> Callable:
+    def _program(self, key: ProgramKey) -> Callable:
         program = self.programs.get(key)
         return (program or self.compile(key)).call
 
@@ -187,7 +236,7 @@ class ModelDevice:
         return blocks_per_call(self.cache.block_size)
 
     def offload(self, offload: Offload) -> None:
-        """Copies blocks to the host tier; waits only where that is made of NumPy arrays."""
+        """Copies blocks to the host tier; waits where that is made of NumPy arrays, and for long copies."""
         assert self.host_tier is not None, "blocks go to a host tier that is off"
         assert offload.uid not in self.host_tier, f"uid {offload.uid} is offloaded and has a copy already"
         self.host_tier.keep(offload.uid, self._gathered(offload.blocks))
@@ -197,15 +246,18 @@ class ModelDevice:
             yield self._program("gather")(self.cache.kv, call)[: part.stop - part.start]
 
     def restore(self, restore: Restore) -> None:
-        """Brings blocks back from the host tier, whose copy is dropped; waits for nothing."""
+        """Brings blocks back from the host tier, whose copy is dropped; waits after every `CALLS_IN_FLIGHT` calls."""
         assert self.host_tier is not None, "blocks come from a host tier that is off"
         assert restore.uid in self.host_tier, f"uid {restore.uid} is restored and has no copy"
         assert len(restore.index) == len(restore.blocks), f"uid {restore.uid} restores other blocks than it names"
         size = self._blocks_per_call
-        for part, call in calls(restore.blocks, size, padding=self.cache.num_blocks + 1):
+        parts = calls(restore.blocks, size, padding=self.cache.num_blocks + 1)
+        for number, (part, call) in enumerate(parts, start=1):
             blocks = self.host_tier.fetch(restore.uid, restore.index[part])
             blocks += [blocks[0]] * (size - len(blocks))
             self.cache.kv = self._program("scatter")(self.cache.kv, blocks, call)
+            if number % CALLS_IN_FLIGHT == 0:
+                jax.block_until_ready(self.cache.kv)
         self.host_tier.discard(restore.uid)
 
     def discard(self, uid: int) -> None:
@@ -256,16 +308,38 @@ class ModelDevice:
         give_back_freed_memory()
 
 
-def _compile(key: Bucket | str, lowered: jax.stages.Lowered, traced: float) -> tuple[Bucket | str, Program]:
+def _compile(key: ProgramKey, lowered: jax.stages.Lowered, traced: float) -> tuple[ProgramKey, Program]:
     start = time.perf_counter()
-    executable = lowered.compile()
-    program = Program(
-        name=str(key) if isinstance(key, Bucket) else _OTHERS[key],
-        call=executable,
-        seconds=traced + time.perf_counter() - start,
-        temp_bytes=getattr(executable.memory_analysis(), "temp_size_in_bytes", 0),
-    )
+    return key, _program_of(key, lowered.compile(), traced + time.perf_counter() - start)
+
+
+def _compile_and_keep(
+    key: ProgramKey, lowered: jax.stages.Lowered, traced: float, store: ProgramStore, path: Path
+) -> tuple[ProgramKey, Program]:
+    before = cache_hits()
+    _, program = _compile(key, lowered, traced)
+    if cache_hits() == before:
+        store.save(path, program.call, seconds=program.seconds, temp_bytes=program.temp_bytes)
     return key, program
+
+
+def _read(key: ProgramKey, store: ProgramStore, stored: StoredProgram) -> tuple[ProgramKey, Program | None]:
+    """None: it could not be read."""
+    start = time.perf_counter()
+    executable = store.load(stored)
+    return key, executable and _program_of(key, executable, time.perf_counter() - start, from_disk=True)
+
+
+def _program_of(
+    key: ProgramKey, executable: jax.stages.Compiled, seconds: float, *, from_disk: bool = False
+) -> Program:
+    analysis = executable.memory_analysis()
+    temp_bytes = getattr(analysis, "temp_size_in_bytes", 0)
+    return Program(name=_name(key), call=executable, seconds=seconds, temp_bytes=temp_bytes, from_disk=from_disk)
+
+
+def _name(key: ProgramKey) -> str:
+    return str(key) if isinstance(key, Bucket) else OTHER_PROGRAMS[key][0]
 
 
 def _lower_block_program(key: str, kv: list[jax.ShapeDtypeStruct], ids: jax.ShapeDtypeStruct) -> jax.stages.Lowered:

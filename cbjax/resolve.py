@@ -6,14 +6,25 @@ import sys
 from dataclasses import dataclass, replace
 
 from cbjax.config import ContinuousBatchingConfig, WorkloadHints
-from cbjax.ladder import MIN_DECODE_ROWS, Ladder, make_ladder
+from cbjax.ladder import MIN_DECODE_ROWS, Ladder
+from cbjax.ladder_settings import choose_ladder
 from cbjax.machine import MachineFacts
+from cbjax.memory_plan import (
+    MIN_BATCH_TOKENS,
+    TEMPORARY_SHARE,
+    MemoryPlan,
+    Sizes,
+    affordable_rows,
+    affordable_tokens,
+    blocks_that_fit,
+    plan_memory,
+)
+from cbjax.memory_plan import ModelFacts as ModelFacts
 from cbjax.overlap import Overlap, resolve_overlap
 from cbjax.sampling.params import NUM_WORDS
 from cbjax.scheduler import (
     NUM_RESERVED_BLOCKS,
     SchedulerConfig,
-    Window,
     blocks_for,
     eviction_named,
     held_together,
@@ -28,29 +39,7 @@ _CPU_DEFAULTS = {"max_batch_tokens": 512, "max_requests_per_batch": 64, "max_mem
 # Main memory is for everybody: without hints the pool of a CPU holds no more tokens than this.
 UNHINTED_CPU_TOKENS = 32_768
 _ACCELERATOR_DEFAULTS = {"max_batch_tokens": 8192, "max_requests_per_batch": 1024, "max_memory_percent": 0.9}
-_MIN_BATCH_TOKENS = 256
-# Of the engine's memory, what a step's temporaries may take before max_batch_tokens is lowered.
-_TEMPORARY_SHARE = 0.25
 _MIB, _GIB = 2**20, 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What sizing needs of a model.
-
-    Attributes:
-      block_bytes_per_token: KV bytes of one token over all arrays of the store, which is over the layers of one group.
-      token_bytes: temporaries of one token in a step.
-      row_bytes: temporaries of one row of logits.
-      max_positions: positions the model was made for, in tokens.
-      windows: of each layer group, in tokens, None for a full one.
-    """
-
-    block_bytes_per_token: int
-    token_bytes: int
-    row_bytes: int
-    max_positions: int
-    windows: tuple[Window, ...] = (None,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +59,8 @@ class ResolvedConfig:
     Attributes:
       scheduler: budgets, pool and policy.
       ladder: buckets.
-      num_bytes: of the KV store, the two reserved blocks included.
+      num_bytes: of the KV store on the device, the two reserved blocks included.
+      memory: what is planned to take memory, the store and all beside it.
       host_blocks: blocks that the host tier holds; 0: there is none.
       overlap: how far the host runs ahead of the device.
       decisions: every field's, in order.
@@ -80,6 +70,7 @@ class ResolvedConfig:
     scheduler: SchedulerConfig
     ladder: Ladder
     num_bytes: int
+    memory: MemoryPlan
     host_blocks: int
     overlap: Overlap
     decisions: tuple[Decision, ...]
@@ -99,7 +90,10 @@ class ResolvedConfig:
         tokens = f"{pool.num_blocks * pool.block_size} tokens"
         if pool.num_groups > 1:
             tokens += f" of one layer group ({pool.num_groups} groups share them)"
-        lines.append(f"pool: {tokens}, {self.num_bytes / 2**20:.1f} MiB with the two reserved blocks")
+        lines.append(
+            f"pool: {tokens}, {self.num_bytes / _MIB:.1f} MiB with the two reserved blocks; with all beside it "
+            f"{self.memory.total / _MIB:,.1f} of {self.memory.budget / _MIB:,.1f} MiB"
+        )
         lines.append("programs: " + ", ".join(map(str, self.ladder.buckets)))
         return "\n".join(lines)
 
@@ -139,17 +133,29 @@ def resolve(
         Decision(field="block_size", asked=config.block_size, used=config.block_size, why="tokens"),
     ]  # fmt: skip
     tokens = _batch_tokens(config, defaults, budget, model, decisions)
-    rows_wanted = min(config.max_requests_per_batch or defaults["max_requests_per_batch"], tokens)
-    on_cpu = machine.platform == "cpu"
-    num_blocks = _num_blocks(config, hints, budget, model, tokens, rows_wanted, decisions, on_cpu=on_cpu)
-    rows = _rows(config, rows_wanted, num_blocks // len(model.windows), decisions)
+    block_bytes = model.block_bytes(config.block_size)
+    sizes = Sizes(
+        block_size=config.block_size,
+        tokens=tokens,
+        rows=min(config.max_requests_per_batch or defaults["max_requests_per_batch"], tokens),
+        columns=_fillable(_wanted_columns(config, hints)[0], config.num_blocks or budget // block_bytes, config, model),
+        moves_blocks=config.cpu_offload_space > 0,
+    )
+    rows_wanted, sizes = sizes.rows, _with_rows(config, budget, model, sizes)
+    num_blocks = _num_blocks(config, hints, budget, model, sizes, decisions, on_cpu=machine.platform == "cpu")
+    rows = _rows(config, rows_wanted, min(sizes.rows, num_blocks // len(model.windows)), decisions)
     columns = _columns(config, hints, num_blocks, model, decisions)
+    memory = plan_memory(budget, decisions[0].why, model, replace(sizes, rows=rows, columns=columns), num_blocks)
     policy = scheduler_named(config.scheduler_type)
     need = _workload_blocks(config, hints, model, tokens, rows)
     margin = _margin(config, need, num_blocks, policy.default_safety_margin, decisions)
-    num_bytes = (num_blocks + NUM_RESERVED_BLOCKS) * config.block_size * model.block_bytes_per_token
+    num_bytes = (num_blocks + NUM_RESERVED_BLOCKS) * block_bytes
     host_blocks = _host_blocks(config, machine, model, num_bytes, decisions)
     overlap = resolve_overlap(config, machine)
+    choice = choose_ladder(config, tokens=tokens, rows=rows, most_rows=rows_wanted)
+    decisions += [
+        Decision(field=field, asked=getattr(config, field), used=used, why=why) for field, used, why in choice.settings
+    ]
     decisions += [*_fixed(config, hints), *_per_call(config, overlap)]
     scheduler = SchedulerConfig(
         policy=policy,
@@ -168,8 +174,9 @@ def resolve(
     return ResolvedConfig(
         config=config,
         scheduler=scheduler,
-        ladder=make_ladder(max_batch_tokens=tokens, max_rows=rows, decode=config.max_blocks_per_request != 0),
+        ladder=choice.ladder,
         num_bytes=num_bytes,
+        memory=memory,
         host_blocks=host_blocks,
         overlap=overlap,
         decisions=tuple(decisions),
@@ -180,10 +187,10 @@ def _batch_tokens(config, defaults, budget: int, model: ModelFacts, decisions: l
     asked, used, why = config.max_batch_tokens, config.max_batch_tokens, "as asked"
     if asked is None:
         used, why = defaults["max_batch_tokens"], "default of the platform"
-        affordable = int(budget * _TEMPORARY_SHARE) // max(1, model.token_bytes)
+        affordable = affordable_tokens(budget, model, used)
         if affordable < used:
-            used = max(_MIN_BATCH_TOKENS, affordable)
-            why = f"what {_TEMPORARY_SHARE:.0%} of the memory holds in temporaries, at least {_MIN_BATCH_TOKENS}"
+            used = affordable
+            why = f"what {TEMPORARY_SHARE:.0%} of the memory holds in temporaries, at least {MIN_BATCH_TOKENS}"
     decisions.append(Decision(field="max_batch_tokens", asked=asked, used=used, why=why))
     return used
 
@@ -195,25 +202,35 @@ def _workload_blocks(config, hints: WorkloadHints, model: ModelFacts, tokens: in
     return held_together(sizes, windows=model.windows, block_size=config.block_size, max_batch_tokens=tokens)
 
 
-def _num_blocks(config, hints, budget, model, tokens, rows, decisions: list[Decision], *, on_cpu: bool) -> int:
-    block_bytes = config.block_size * model.block_bytes_per_token
-    temporaries = tokens * model.token_bytes + rows * model.row_bytes
-    fits = (budget - temporaries) // block_bytes - NUM_RESERVED_BLOCKS
+def _with_rows(config, budget: int, model: ModelFacts, sizes: Sizes) -> Sizes:
+    """As many rows as are asked for; if none are, at most one for each block that the pool can have then."""
+    if config.max_requests_per_batch is not None:
+        return sizes
+    if config.num_blocks is None:
+        return replace(sizes, rows=affordable_rows(budget, model, sizes))
+    blocks = max(config.num_blocks // len(model.windows), MIN_DECODE_ROWS)
+    return replace(sizes, rows=min(sizes.rows, blocks))
+
+
+def _num_blocks(config, hints, budget, model, sizes: Sizes, decisions: list[Decision], *, on_cpu: bool) -> int:
+    fits = blocks_that_fit(budget, model, sizes)
     asked = config.num_blocks
     if asked is not None:
         used, why = asked, f"as asked; {fits} fit"
     else:
-        used, why = fits, "what fits beside a step's temporaries"
-        need = _workload_blocks(config, hints, model, tokens, rows)
+        used, why = fits, "what fits beside everything else (memory plan)"
+        need = _workload_blocks(config, hints, model, sizes.tokens, sizes.rows)
         if not need and on_cpu and fits * config.block_size > UNHINTED_CPU_TOKENS:
             used = blocks_for(UNHINTED_CPU_TOKENS, config.block_size)
             why = f"no hints: {UNHINTED_CPU_TOKENS} tokens on a CPU; {fits} would fit"
         elif 0 < need < fits:
             used, why = need, f"what the workload can need; {fits} would fit"
     if used > fits or used < 1:
+        plan = plan_memory(budget, "", model, sizes, 0)
         raise ValueError(
-            f"the KV pool must fit into memory: num_blocks={max(used, 1)} blocks of {block_bytes / 2**20:.2f} MiB "
-            f"and {temporaries / 2**20:.0f} MiB of temporaries against {budget / 2**20:.0f} MiB, "
+            f"the KV pool must fit into memory: num_blocks={max(used, 1)} blocks of "
+            f"{model.block_bytes(config.block_size) / _MIB:.2f} MiB and {plan.total / _MIB:.0f} MiB for what is beside "
+            f"them (most for {max(plan.lines, key=lambda line: line.num_bytes).name}) against {budget / _MIB:.0f} MiB, "
             f"which hold {max(fits, 0)} blocks; "
             "lower num_blocks, max_batch_tokens or max_requests_per_batch, or raise max_memory_percent"
         )
@@ -225,26 +242,36 @@ def _rows(config, wanted: int, blocks_per_group: int, decisions: list[Decision])
     asked, used = config.max_requests_per_batch, wanted
     why = "as asked" if asked == used else "at most max_batch_tokens" if asked else "default of the platform"
     if asked is None and blocks_per_group < used:
-        used, why = max(blocks_per_group, MIN_DECODE_ROWS), "every row holds a block at least"
+        used, why = max(blocks_per_group, MIN_DECODE_ROWS), "every row holds a block at least, and its logits"
     decisions.append(Decision(field="max_requests_per_batch", asked=asked, used=used, why=why))
     return used
 
 
+def _wanted_columns(config, hints) -> tuple[int, str]:
+    """Columns of the block table in a pool that holds any request, and why."""
+    if config.max_blocks_per_request:
+        return config.max_blocks_per_request, "as asked"
+    if hints.max_prompt_length + hints.max_generated_length:
+        used = blocks_from_hints(hints.max_prompt_length, hints.max_generated_length, config.block_size)
+        why = "the longest request hinted"
+    else:
+        used = max(FALLBACK_BLOCKS_PER_REQUEST, blocks_for(FALLBACK_REQUEST_TOKENS, config.block_size))
+        why = f"no hints: at least {FALLBACK_REQUEST_TOKENS} tokens"
+    return used, why if config.max_blocks_per_request is None else f"{why}; without decode programs"
+
+
+def _fillable(columns: int, num_blocks: int, config, model: ModelFacts) -> int:
+    """As many of these columns as a request can fill in that pool; at least one."""
+    fillable = most_columns(model.windows, num_blocks=num_blocks, block_size=config.block_size, limit=columns)
+    return min(columns, max(fillable, 1))
+
+
 def _columns(config, hints, num_blocks: int, model: ModelFacts, decisions: list[Decision]) -> int:
-    asked, used = config.max_blocks_per_request, config.max_blocks_per_request
-    why = "as asked"
-    if not asked:
-        if hints.max_prompt_length + hints.max_generated_length:
-            used = blocks_from_hints(hints.max_prompt_length, hints.max_generated_length, config.block_size)
-            why = "the longest request hinted"
-        else:
-            used = max(FALLBACK_BLOCKS_PER_REQUEST, blocks_for(FALLBACK_REQUEST_TOKENS, config.block_size))
-            why = f"no hints: at least {FALLBACK_REQUEST_TOKENS} tokens"
-        if asked == 0:
-            why += "; without decode programs"
-    fillable = most_columns(model.windows, num_blocks=num_blocks, block_size=config.block_size, limit=used)
-    if used > max(fillable, 1):
-        used, why = max(fillable, 1), "no request can hold more than the pool"
+    asked = config.max_blocks_per_request
+    used, why = _wanted_columns(config, hints)
+    fillable = _fillable(used, num_blocks, config, model)
+    if used > fillable:
+        used, why = fillable, "no request can hold more than the pool"
     decisions.append(Decision(field="max_blocks_per_request", asked=asked, used=used, why=why))
     return used
 
@@ -266,7 +293,7 @@ def _host_blocks(config, machine: MachineFacts, model: ModelFacts, pool: int, de
     why_threshold = "without effect: no host-memory tier"
     if space:
         most, why_threshold = _host_bytes(threshold, machine, pool)
-        block_bytes = config.block_size * model.block_bytes_per_token
+        block_bytes = config.block_size * model.block_bytes_per_token  # host memory pads nothing
         blocks = int(min(space * _GIB, most)) // block_bytes
         size = f"of {block_bytes / _MIB:.3g} MiB"
         if not blocks:
@@ -304,7 +331,6 @@ def _fixed(config: ContinuousBatchingConfig, hints: WorkloadHints) -> list[Decis
         decision("allow_block_sharing", config.allow_block_sharing, _why_sharing(config, hints)),
         decision("eviction_policy", config.eviction_policy, "which cached block is taken when no blank one is left"),
         decision("use_cuda_graph", False, "every step is one compiled program"),
-        decision("default_compile_level", 0, "every step is one compiled program"),
         decision("per_request_processors", True, "sampling settings are always per request"),
         decision("batch_invariant", "not yet" if config.batch_invariant else False, _why_invariant(config)),
         decision("max_queue_size", 0, "requests are handed to the engine directly"),

@@ -11,14 +11,24 @@ from typing import TYPE_CHECKING
 import jax
 
 from cbjax.attention import LayerGroups, layer_groups
-from cbjax.cache import HostTier, PagedAttentionCache, store_specs
-from cbjax.compilation_cache import enable_compilation_cache
+from cbjax.cache import (
+    CALLS_IN_FLIGHT,
+    HostTier,
+    PagedAttentionCache,
+    blocks_per_call,
+    layout_factor,
+    store_specs,
+)
+from cbjax.compilation_cache import enable_compilation_cache, program_folder
+from cbjax.compile_plan import CompilePlan, plan_programs
 from cbjax.config import ContinuousBatchingConfig, WorkloadHints
 from cbjax.descriptor import Bucket
 from cbjax.engine import Engine
 from cbjax.invariance import Proof, prove
 from cbjax.machine import MachineFacts, machine_facts
+from cbjax.memory_plan import MemoryPlan
 from cbjax.pace import Pace
+from cbjax.program_store import ProgramStore
 from cbjax.programs import ModelDevice, Program
 from cbjax.progress import progress
 from cbjax.resolve import Decision, ModelFacts, ResolvedConfig, for_call, resolve
@@ -40,7 +50,7 @@ class Session:
     def __init__(self, lm: CausalLM, config: ContinuousBatchingConfig, hints: WorkloadHints) -> None:
         self.key = session_key(config)
         groups = layer_groups(lm.layers, max_positions=lm.max_positions)
-        self.model_facts = model_facts(lm, groups)
+        self.model_facts = model_facts(lm, groups, config.block_size)
         self.machine: MachineFacts = machine_facts()
         cache_in_use = enable_compilation_cache() if config.compilation_cache else "off, as asked"
         resolved = resolve(config, hints, self.machine, self.model_facts)
@@ -57,7 +67,9 @@ class Session:
             groups, num_blocks=scheduler.num_blocks, block_size=scheduler.block_size, dtype=lm.dtype
         )
         host_tier = HostTier(self.machine.host_memory.kind) if resolved.host_blocks else None
-        self.device = ModelDevice(lm.bind, lm.params, cache, scheduler, host_tier=host_tier)
+        folder = program_folder() if config.compilation_cache and lm.description else None
+        store = None if folder is None else ProgramStore(folder, lm.description)
+        self.device = ModelDevice(lm.bind, lm.params, cache, scheduler, host_tier=host_tier, store=store)
         self.device.on_compiled = lm.tracer.compiled
         self.engine = Engine(
             self.device,
@@ -161,7 +173,19 @@ class Session:
                     program.seconds,
                     program.temp_bytes,
                 )
+        if compiled and (plan := self.memory_plan()).excess:
+            log.warning("memory: programs take more than was planned\n%s", plan)
         return compiled
+
+    def compile_plan(self) -> CompilePlan:
+        """Every program that this session can come to need; compiles nothing."""
+        (cache,) = (d.used for d in self.resolved.decisions if d.field == "compilation_cache")
+        return plan_programs(self.device, self.resolved.ladder.buckets, cache=str(cache))
+
+    def memory_plan(self) -> MemoryPlan:
+        """What takes memory, checked against the programs that are compiled."""
+        programs = self.device.programs.values()
+        return self.resolved.memory.checked({program.name: program.temp_bytes for program in programs})
 
     def use(self, params: dict) -> None:
         """Computes with these weights from now on; if they are others, no KV of the old ones is found again.
@@ -196,21 +220,33 @@ def layer_groups_decision(groups: LayerGroups) -> Decision:
     return Decision(field="layer_groups", asked=None, used=str(groups), why=why)
 
 
-def model_facts(lm: CausalLM, groups: LayerGroups) -> ModelFacts:
-    """Sizes of a model's cells and temporaries, in bytes.
+def model_facts(lm: CausalLM, groups: LayerGroups, block_size: int) -> ModelFacts:
+    """Sizes of a model's cells, weights and temporaries, in bytes.
 
-    The temporaries are estimates: a step keeps a few activations of a token alive at a time, and four float32 images of
-    a row of logits (the logits, the processed ones, their exponentials, and one in the sampler).
+    The temporaries are estimates: a step keeps a few activations of a token alive at a time, and three float32 images
+    of a row of logits (the logits, the sampler's blocks of them, and their exponentials).
     """
-    specs = store_specs(groups, num_blocks=1, block_size=4, dtype=lm.dtype)
+    specs = store_specs(groups, num_blocks=1, block_size=block_size, dtype=lm.dtype)
     widest = max(layer.num_heads * layer.head_dim for layer in lm.layers)
+    weights = jax.tree.leaves(lm.params)
     return ModelFacts(
-        block_bytes_per_token=sum(spec.block_bytes for spec in specs) // 4,
+        block_bytes_per_token=sum(spec.block_bytes for spec in specs) // block_size,
         token_bytes=32 * widest * 4,
-        row_bytes=4 * lm.vocab_size * 4,
+        row_bytes=3 * lm.vocab_size * 4,
         max_positions=lm.max_positions,
         windows=groups.windows,
+        weight_bytes=sum(leaf.nbytes for leaf in weights),
+        unplaced_weight_bytes=sum(leaf.nbytes for leaf in weights if not isinstance(leaf, jax.Array)),
+        layout=layout_factor(specs),
+        blocks_per_copy=blocks_per_call(block_size),
+        blocks_in_flight=(1 + CALLS_IN_FLIGHT) * blocks_per_call(block_size),
     )
+
+
+def planned_memory(lm: CausalLM, config: ContinuousBatchingConfig, hints: WorkloadHints) -> MemoryPlan:
+    """The memory plan of a session that does not exist, with the memory that is free now."""
+    groups = layer_groups(lm.layers, max_positions=lm.max_positions)
+    return resolve(config, hints, machine_facts(), model_facts(lm, groups, config.block_size)).memory
 
 
 def rounded(hints: WorkloadHints) -> WorkloadHints:

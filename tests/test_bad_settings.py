@@ -95,11 +95,35 @@ def test_configs_cannot_be_changed():
         ("cpu_offload_space_safety_threshold", "80%", TypeError),
         ("seed", -1, ValueError),
         ("seed", 1.5, TypeError),
+        ("default_compile_level", -1, ValueError),
+        ("default_compile_level", 4, ValueError),
+        ("default_compile_level", None, TypeError),
+        ("default_compile_level", True, TypeError),
+        ("decode_buckets", (), ValueError),
+        ("decode_buckets", (1, 8), ValueError),
+        ("decode_buckets", 8, TypeError),
+        ("decode_buckets", "8", TypeError),
+        ("decode_buckets", (2, 8.5), TypeError),
+        ("mixed_buckets", (64, 64), ValueError),
+        ("mixed_buckets", (128, 64), ValueError),
+        ("mixed_buckets", (0, 64), ValueError),
+        ("mixed_buckets", {64, 128}, TypeError),
     ],
 )
 def test_a_batching_setting_out_of_range_or_of_another_type_is_refused(field, value, error):
     with pytest.raises(error, match=field):
         ContinuousBatchingConfig(**{field: value})
+
+
+def test_the_error_of_a_ladder_says_the_rule_the_values_and_the_remedy():
+    with pytest.raises(ValueError, match=r"ascending order, each size once; got \(128, 64\): sort them"):
+        ContinuousBatchingConfig(mixed_buckets=[128, 64])
+    with pytest.raises(ValueError, match=r"not go above max_batch_tokens=64; got \(32, 128\): .* drop 128 or raise"):
+        ContinuousBatchingConfig(mixed_buckets=[32, 128], max_batch_tokens=64)
+    with pytest.raises(ValueError, match=r"decode_buckets must not go above max_requests_per_batch=8"):
+        ContinuousBatchingConfig(decode_buckets=[2, 9], max_requests_per_batch=8)
+    with pytest.raises(ValueError, match="max_blocks_per_request=0 for none"):
+        ContinuousBatchingConfig(decode_buckets=[2], max_blocks_per_request=0)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +170,6 @@ def test_steps_in_flight_and_none_cannot_both_be_asked_for():
 
 WITHOUT_EFFECT = {
     "use_cuda_graph": True,
-    "default_compile_level": 1,
     "max_queue_size": 10,
 }
 

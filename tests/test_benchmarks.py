@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks import (
     eviction,
-    first_token,
     invariance,
     peer,
     pool_size,
@@ -24,6 +23,7 @@ from benchmarks import (
     scheduler,
     sides,
     simulation,
+    startup,
     vs_transformers,
 )
 from benchmarks.eviction_model import PRIORITIES, hits
@@ -347,15 +347,27 @@ def test_more_threads_than_cores_are_refused():
         pass
 
 
-def test_first_token_times_a_process_and_says_what_failed(tmp_path):
+def test_the_startup_benchmark_starts_twice_and_writes_the_form(measured, model):
+    document = measured(startup.main, *TINY, "--model", model, "--only", "every-program", "--max-batch-tokens", 8)
+    figures, limits = document["figures"], document["limits"]
+    programs = figures["float32, every program, cold, programs"]["median"]
+    assert figures["float32, every program, cold, found"]["median"] == 0
+    assert figures["float32, every program, warm, found"]["median"] == programs
+    for kind in ("cold", "warm"):
+        parts = [figures[f"float32, every program, {kind}, of it {part}"]["median"] for part in startup.PARTS]
+        assert 0 < sum(parts) <= figures[f"float32, every program, {kind}"]["median"]
+    assert limits["float32, every program, cold, programs"] == {"rule": "at most", "bound": 24, "holds": True}
+    assert limits["float32, every program, warm against cold"]["bound"] == 0.4
+
+
+def test_startup_says_what_failed(tmp_path):
     with pytest.raises(RuntimeError, match=r"generate --model .*nowhere.* exited with"):
-        first_token.first_text(str(tmp_path), str(tmp_path / "nowhere"))
+        startup.first_text(str(tmp_path), str(tmp_path / "nowhere"), "float32")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "first_token",
         "invariance",
         "pool_size",
         "prediction",
@@ -363,6 +375,7 @@ def test_first_token_times_a_process_and_says_what_failed(tmp_path):
         "sampling",
         "scheduler",
         "simulation",
+        "startup",
         "vs_transformers",
     ],
 )

@@ -39,6 +39,8 @@ OWN_DEFAULTS = {
     "eviction_policy": "arc",
     "seed": None,
     "compilation_cache": True,
+    "decode_buckets": None,
+    "mixed_buckets": None,
 }
 GENERATION_DEFAULTS = {
     "max_new_tokens": 20,

@@ -5,7 +5,7 @@ import random
 import pytest
 from machines import POLICIES, Loop, make_batch, make_config, random_config, random_size
 
-from cbjax.ladder import Ladder, make_ladder
+from cbjax.ladder import Density, Ladder, make_ladder
 
 
 def sizes(ladder: Ladder) -> tuple[list[int], list[tuple[int, int]]]:
@@ -33,6 +33,34 @@ def test_the_budgets_of_an_accelerator_give_seventeen_buckets() -> None:
     ladder = make_ladder(max_batch_tokens=8192, max_rows=1024)
     assert (len(ladder.decode), len(ladder.mixed)) == (9, 8)
     assert len(ladder.buckets) == len(set(ladder.buckets)) == 17
+
+
+@pytest.mark.parametrize(
+    ("density", "decode", "mixed"),
+    [
+        (Density.COARSE, [2, 8, 32, 64], [64, 256, 512]),
+        (Density.DOUBLING, [2, 8, 16, 32, 64], [64, 128, 256, 512]),
+        (Density.FINE, [2, 5, 8, 12, 16, 24, 32, 48, 64], [64, 96, 128, 192, 256, 384, 512]),
+    ],
+)
+def test_density_trades_programs_for_padding(density: Density, decode: list, mixed: list) -> None:
+    rows, tokens = sizes(make_ladder(max_batch_tokens=512, max_rows=64, density=density))
+    assert (rows, [count for count, _ in tokens]) == (decode, mixed)
+
+
+@pytest.mark.parametrize("density", Density)
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (64, 2), (65, 3), (100, 9), (8192, 1024)])
+def test_every_density_ends_with_the_budgets(density: Density, tokens: int, rows: int) -> None:
+    ladder = make_ladder(max_batch_tokens=tokens, max_rows=rows, density=density)
+    assert (ladder.decode[-1].rows, ladder.mixed[-1].tokens) == (max(rows, 2), max(tokens, 64))
+    assert list(ladder.buckets) == sorted(set(ladder.buckets))
+
+
+def test_rungs_that_are_given_are_kept_below_the_budgets() -> None:
+    given = {"decode_rungs": (3, 7), "mixed_rungs": (5, 48, 512)}
+    assert sizes(make_ladder(max_batch_tokens=100, max_rows=9, **given)) == ([3, 7, 9], [(5, 5), (48, 9), (100, 9)])
+    assert sizes(make_ladder(max_batch_tokens=48, max_rows=7, **given)) == ([3, 7], [(5, 5), (48, 7)])
+    assert sizes(make_ladder(max_batch_tokens=4, max_rows=2, **given)) == ([2], [(4, 2)])
 
 
 def test_without_decode_programs_every_step_is_mixed() -> None:

@@ -254,6 +254,41 @@ def test_the_margin_comes_with_the_policy_unless_it_is_given(name, margin):
         assert resolve(asked, NONE, CPU, MODEL).scheduler.safety_margin == given
 
 
+# The ladder.
+
+
+@pytest.mark.parametrize(("level", "used_level", "programs"), [(0, 2, 9), (1, 1, 7), (2, 2, 9), (3, 3, 16)])
+def test_the_compile_level_sets_the_number_of_programs_and_is_reported(level, used_level, programs):
+    config = ContinuousBatchingConfig(default_compile_level=level, num_blocks=512)
+    assert len(resolve(config, NONE, CPU, MODEL).ladder.buckets) == programs
+    value, why = used("default_compile_level", config)
+    assert value == used_level
+    assert why.startswith(f"{programs} step programs")
+
+
+def test_buckets_that_are_asked_for_end_with_the_largest_step_that_can_come():
+    config = ContinuousBatchingConfig(decode_buckets=[4, 48], mixed_buckets=[96], num_blocks=512)
+    assert [str(bucket) for bucket in resolve(config, NONE, CPU, MODEL).ladder.buckets] == [
+        "decode(4)", "decode(48)", "decode(64)", "mixed(96 tokens, 64 rows)", "mixed(512 tokens, 64 rows)",
+    ]  # fmt: skip
+    assert used("decode_buckets", config) == ("4,48,64", "up to the largest step that can come")
+    few = dataclasses.replace(config, num_blocks=10)
+    assert used("decode_buckets", few)[0] == "4,10", "ten blocks are for ten rows"
+    assert used("mixed_buckets", dataclasses.replace(config, mixed_buckets=(96, 512))) == ("96,512", "as asked")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("decode_buckets", (2, 65), "max_requests_per_batch=65"),
+        ("mixed_buckets", (64, 1024), "max_batch_tokens=1024"),
+    ],
+)
+def test_a_bucket_above_a_budget_that_nobody_gave_is_refused_with_the_remedy(field, value, remedy):
+    with pytest.raises(ValueError, match=f"{field} must not go above .*; got .*{remedy}"):
+        resolve(ContinuousBatchingConfig(**{field: value}), NONE, CPU, MODEL)
+
+
 # The report.
 
 

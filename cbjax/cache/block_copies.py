@@ -21,6 +21,9 @@ type Block = tuple[jax.Array, ...] | tuple[np.ndarray, ...]
 _CALL_TOKENS = 256
 # With small blocks, arguments and compile time of the programs are the bound.
 _MAX_CALL_BLOCKS = 16
+# Calls between store and host memory that are waited for together: until a call has ended its blocks are on the device
+# twice, and a long request has many.
+CALLS_IN_FLIGHT = 4
 
 
 def blocks_per_call(block_size: int) -> int:

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
-from cbjax.cache.block_copies import Block
+from cbjax.cache.block_copies import CALLS_IN_FLIGHT, Block
 
 
 class HostTier:
     """Keeps at most one copy per request, until it is taken back, discarded or all are cleared.
 
     Attributes:
-      memory_kind: the device's kind of host memory that copies lie in: then a copy is dispatched and nobody waits for
-        it. None: they are NumPy arrays, and each call waits until its blocks have arrived.
+      memory_kind: the device's kind of host memory that copies lie in: then a copy is dispatched and only a long one
+        is waited for. None: they are NumPy arrays, and each call waits until its blocks have arrived.
     """
 
     def __init__(self, memory_kind: str | None) -> None:
@@ -29,7 +29,9 @@ class HostTier:
         self._homes: tuple[jax.sharding.Sharding, ...] = ()
 
     def keep(self, uid: int, calls: Iterable[Sequence[tuple[jax.Array, ...]]]) -> None:
-        """Copies a request's blocks, call by call; each is on the device twice until its copy has arrived.
+        """Copies a request's blocks; each is on the device twice until its copy has arrived.
+
+        So after every `CALLS_IN_FLIGHT` calls it waits for these.
 
         Args:
           uid: of a request that has no copy.
@@ -37,7 +39,12 @@ class HostTier:
         """
         assert uid not in self._copies, f"uid {uid} has a copy already"
         # Registered when it is whole, so that an interrupt leaves no half copy.
-        self._copies[uid] = [block for blocks in calls for block in self._to_host(blocks)]
+        copy: list[Block] = []
+        for number, blocks in enumerate(calls, start=1):
+            copy += self._to_host(blocks)
+            if number % CALLS_IN_FLIGHT == 0:
+                jax.block_until_ready(copy[-len(blocks) :])
+        self._copies[uid] = copy
 
     def fetch(self, uid: int, index: np.ndarray) -> list[Block]:
         """Blocks of a request's copy, on their way to the device.

@@ -6,7 +6,10 @@ Store array j holds layer j of every layer group, so a block id belongs to one g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
+import numpy as np
 
 from cbjax.attention import KVSpec, LayerGroups
 
@@ -19,6 +22,18 @@ def store_specs(
         KVSpec(num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
         for kv_heads, head_dim in groups.shapes
     )
+
+
+def layout_factor(specs: Sequence[KVSpec]) -> float:
+    """Bytes that the device takes for each byte of these arrays' numbers; above 1 where it pads its tiles.
+
+    Asked of the device with one small array of each shape, so no table of layouts is needed.
+    """
+    sizes = {
+        spec: jax.device_put(np.zeros(spec.shape, spec.dtype)).on_device_size_in_bytes()  # pyright: ignore
+        for spec in set(specs)
+    }
+    return sum(sizes[spec] for spec in specs) / sum(spec.layer_bytes for spec in specs)
 
 
 class PagedAttentionCache:

@@ -62,7 +62,11 @@ def add_parser(commands: Any, name: str) -> None:
     add("--record", type=Path, metavar="FILE", help="record the run for `cbjax replay`; the file has the prompts' ids")
     add("--trace", type=Path, metavar="FILE", help="write a timeline of the steps for https://ui.perfetto.dev, and "
         "show it as a table")  # fmt: skip
-    add("--report", action="store_true", help="show every setting in use and why")
+    add(
+        "--report",
+        action="store_true",
+        help="show settings and why, what takes memory, and all programs",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
         _show(lm.last_outputs.values())
     print(f"\n{lm.summary}", file=sys.stderr)
     if args.report and lm.session:
-        print(f"\n{lm.session.resolved.report()}", file=sys.stderr)
+        plans = (lm.session.resolved.report(), lm.memory_plan(), lm.compile_plan())
+        print("", *plans, sep="\n\n", file=sys.stderr)
     failed = [output for output in lm.last_outputs.values() if output.error]
     for output in failed:
         print(f"cbjax: {output.request_id} failed: {output.error}", file=sys.stderr)

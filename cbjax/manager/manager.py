@@ -131,6 +131,20 @@ class ContinuousBatchingManager:
                 self.cancel_request(request_id)
         return self._loop.join(timeout) if block else not self.is_running()
 
+    @contextmanager
+    def running(self, *, block: bool, timeout: float | None, warmup: bool) -> Iterator[None]:
+        """Runs inside the `with`, as `continuous_batching_context_manager` says."""
+        if warmup:
+            self.warmup()
+        self.start()
+        try:
+            yield
+            if not self.stop(block=block, timeout=timeout) and block:
+                log.warning("the manager still runs after timeout=%s s; it ends when its requests have ended", timeout)
+        except BaseException:
+            self.stop(hard_stop=True)
+            raise
+
     def destroy(self) -> None:
         """Hard-stops, drops results, and gives the KV store's memory back. Final: make a new manager afterwards."""
         self.stop(hard_stop=True)
