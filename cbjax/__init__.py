@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cbjax.scheduler import PrefillFirstScheduler as PrefillFirstScheduler
     from cbjax.scheduler import Scheduler as Scheduler
     from cbjax.step_record import StepRecord as StepRecord
+    from cbjax.timeline import Timeline as Timeline
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ _HOMES = {
     "RequestStatus": "cbjax.requests",
     "Scheduler": "cbjax.scheduler",
     "StepRecord": "cbjax.step_record",
+    "Timeline": "cbjax.timeline",
     "WorkloadHints": "cbjax.config",
     "measure_cost": "cbjax.calibration",
     "measure_steps": "cbjax.calibration",

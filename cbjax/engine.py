@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from rpds import HashTrieMap
 
 from cbjax.descriptor import BatchDescriptor, Bucket, build
 from cbjax.ladder import Ladder
@@ -33,8 +34,9 @@ from cbjax.scheduler import (
     StepResults,
     TableDelta,
 )
-from cbjax.step_record import Observer, StepRecord
-from cbjax.strict import check_int
+from cbjax.step_record import Observer, RequestIds, StepRecord
+from cbjax.strict import check_int, checked_ids
+from cbjax.tracing import Tracer
 
 _NO_WORDS = np.empty(0, np.uint32)
 
@@ -102,6 +104,7 @@ class Engine:
       alive: requests that have not ended, by uid, in order of submission.
       stats: counts.
       observers: called with each step's record once it is dispatched; one that raises stops the engine.
+      tracer: is told of each phase, step and end.
     """
 
     def __init__(
@@ -114,14 +117,16 @@ class Engine:
         max_positions: int,
         depth: int = 0,
         observers: Sequence[Observer] = (),
+        tracer: Tracer | None = None,
     ) -> None:
         self.device, self.ladder, self.depth = device, ladder, depth
-        self.observers = observers
+        self.observers, self.tracer = observers, tracer or Tracer()
         self.vocab_size, self.max_positions = vocab_size, max_positions
         self.scheduler = LiveScheduler(config)
         self.alive: dict[int, RequestState] = {}
         self.stats = EngineStats()
         self._by_id: dict[str, RequestState] = {}
+        self._names: HashTrieMap[int, str] = HashTrieMap()  # by uid; one that is never written, for records
         self._uids = itertools.count()
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
 
@@ -181,6 +186,7 @@ class Engine:
             created=created,
         )
         self.alive[request.uid] = self._by_id[request_id] = state
+        self._names = self._names.insert(request.uid, request_id)
         return state
 
     def check(
@@ -236,7 +242,8 @@ class Engine:
         Returns:
           Requests that gained a token or ended, each once.
         """
-        plan = self.scheduler.schedule()
+        with self.tracer.schedule:
+            plan = self.scheduler.schedule()
         if not plan.is_empty:
             self._dispatch(plan)
         touched: dict[int, RequestState] = {}
@@ -247,26 +254,31 @@ class Engine:
 
     def _dispatch(self, plan: StepPlan) -> None:
         batch = plan.batch
-        bucket = self.ladder.select(batch)
-        descriptor = build(batch, bucket, self.state.config.max_requests_per_batch)
-        for offload in plan.offloads:
-            self.device.offload(offload)
-        for restore in plan.restores:
-            self.device.restore(restore)
-        if len(plan.copies):
-            self.device.copy_blocks(plan.copies.sources, plan.copies.destinations)
-        self.device.update_table(plan.table)
-        self._in_flight.append((plan, self.device.forward(descriptor, bucket)))
-        self._account(plan, bucket)
-        if self.observers:
-            self._tell(plan, bucket)
+        with self.tracer.build:
+            bucket = self.ladder.select(batch)
+            descriptor = build(batch, bucket, self.state.config.max_requests_per_batch)
+        with self.tracer.dispatch:
+            for offload in plan.offloads:
+                self.device.offload(offload)
+            for restore in plan.restores:
+                self.device.restore(restore)
+            if len(plan.copies):
+                self.device.copy_blocks(plan.copies.sources, plan.copies.destinations)
+            self.device.update_table(plan.table)
+            answer = self.device.forward(descriptor, bucket)
+        self._in_flight.append((plan, answer))
+        with self.tracer.account:
+            self._account(plan, bucket)
+        if self.observers or self.tracer.listeners:
+            self._tell(plan, bucket, answer)
 
-    def _tell(self, plan: StepPlan, bucket: Bucket) -> None:
-        request_ids = {uid: request.request_id for uid, request in self.alive.items()}
+    def _tell(self, plan: StepPlan, bucket: Bucket, answer: Any) -> None:
         now = time.perf_counter()
-        record = StepRecord(plan=plan, bucket=bucket, state=self.state, request_ids=request_ids, dispatched=now)
+        names = RequestIds(self._names)
+        record = StepRecord(plan=plan, bucket=bucket, state=self.state, request_ids=names, dispatched=now)
         for observer in self.observers:
             observer(record)
+        self.tracer.dispatched(record, answer)
 
     def _account(self, plan: StepPlan, bucket: Bucket) -> None:
         stats, batch, now = self.stats, plan.batch, time.perf_counter()
@@ -306,13 +318,18 @@ class Engine:
     def _collect(self) -> list[RequestState]:
         plan, answer = self._in_flight[0]
         rows = plan.batch.num_rows
-        outputs = StepOutputs(
-            tokens=np.asarray(answer.tokens)[:rows],
-            logprobs=np.asarray(answer.logprobs)[:rows],
-            finite=np.asarray(answer.finite)[:rows],
-        )
+        with self.tracer.read:
+            outputs = StepOutputs(
+                tokens=np.asarray(answer.tokens)[:rows],
+                logprobs=np.asarray(answer.logprobs)[:rows],
+                finite=np.asarray(answer.finite)[:rows],
+            )
         self._in_flight.popleft()
-        return self._deliver(self.scheduler.update(plan, outputs))
+        with self.tracer.update:
+            results = self.scheduler.update(plan, outputs)
+            touched = self._deliver(results)
+        self.tracer.updated(plan, results)
+        return touched
 
     def _deliver(self, results: StepResults) -> list[RequestState]:
         now = time.perf_counter()
@@ -344,6 +361,8 @@ class Engine:
         if request.num_offloads:
             self.device.discard(request.uid)
         del self.alive[request.uid], self._by_id[request.request_id]
+        self._names = self._names.remove(request.uid)
+        self.tracer.ended(request)
 
     def renew(self) -> None:
         """To be called when other weights compute from now on: no KV of the old ones is found again."""
@@ -359,34 +378,11 @@ class Engine:
         now, ended = time.perf_counter(), list(self.alive.values())
         self._in_flight.clear()
         self.scheduler.reset()
-        self.alive, self._by_id = {}, {}
+        self.alive, self._by_id, self._names = {}, {}, HashTrieMap()
         for request in ended:
             if request.status < RequestStatus.FINISHED:
                 request.end(status, reason, now, error)
+                self.tracer.ended(request)
+        self.tracer.aborted()
         self.device.recover()
         return ended
-
-
-def checked_ids(prompt: Sequence[int] | np.ndarray, eos_token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    """The prompt as i32[tokens], a read-only copy.
-
-    Raises:
-      TypeError, ValueError: it is empty or no flat sequence of ids, or an id is outside the vocabulary.
-    """
-    wrong = [id for id in eos_token_ids if not 0 <= id < vocab_size]
-    if wrong:
-        raise ValueError(f"EOS ids must be in [0, {vocab_size}), the model's vocabulary; got {wrong[:5]}")
-    try:
-        ids = np.asarray(prompt)
-    except ValueError:  # ragged, so not flat either
-        ids = np.empty((0, 0), np.int32)
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise TypeError(f"a prompt is a flat sequence of int token ids; got {prompt!r:.80}")
-    if not ids.size:
-        raise ValueError("a prompt has at least one token; got none (to continue from nothing, pass the BOS id)")
-    if (ids < 0).any() or (ids >= vocab_size).any():
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][:5].tolist()
-        raise ValueError(f"token ids must be in [0, {vocab_size}), the model's vocabulary; got {wrong}")
-    ids = ids.astype(np.int32)
-    ids.setflags(write=False)
-    return ids

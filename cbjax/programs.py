@@ -80,6 +80,7 @@ class ModelDevice:
       host_tier: where blocks are kept that lose their place; None: nowhere.
       products: how steps compute products with weights.
       strict: refuse to compile from now on.
+      on_compiled: told the name and the seconds of each program that was compiled.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ModelDevice:
         self.host_tier = host_tier
         self.products = ProductForm.FASTEST
         self.strict = False
+        self.on_compiled: Callable[[str, float], object] = lambda name, seconds: None
         self.programs: dict[Bucket | str, Program] = {}
         self.slots = self._fresh_slots()
 
@@ -144,6 +146,7 @@ class ModelDevice:
             for done in as_completed(started):
                 key, program = done.result()
                 self.programs[key] = program
+                self.on_compiled(program.name, program.seconds)
                 yield program
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -57,6 +57,7 @@ class Session:
         )
         host_tier = HostTier(self.machine.host_memory.kind) if resolved.host_blocks else None
         self.device = ModelDevice(lm.bind, lm.params, cache, scheduler, host_tier=host_tier)
+        self.device.on_compiled = lm.tracer.compiled
         self.engine = Engine(
             self.device,
             scheduler,
@@ -64,6 +65,7 @@ class Session:
             vocab_size=lm.vocab_size,
             max_positions=lm.max_positions,
             observers=lm.observers,
+            tracer=lm.tracer,
         )
         self.proof: Proof | None = None
         if config.batch_invariant:

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from cbjax.scheduler import Bucket, SchedulerState, StepPlan
+
+# The host phases of a step, in order. Between `dispatch` (block copies, the block table, the step itself) and `read`
+# (waits for the answers) the device works, and with steps in flight the phases of later steps lie there.
+PHASES = ("schedule", "build", "dispatch", "account", "read", "update")
+
+
+class RequestIds(Mapping[int, str]):
+    """Names by uid over a persistent map, which costs nothing to keep and fails on NumPy's integers as keys."""
+
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+
+    def __getitem__(self, uid: int) -> str:
+        return self._names[operator.index(uid)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"RequestIds({dict(self._names)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -40,12 +66,12 @@ class StepRecord:
     def prefill_tokens(self) -> int:
         """Tokens computed that were known before: prompts, and what a soft reset made to be computed again."""
         batch = self.plan.batch
-        return int(batch.count[~batch.carried].sum())
+        return batch.num_tokens - np.count_nonzero(batch.carried)
 
     @property
     def decode_tokens(self) -> int:
         """Rows that computed the one token they drew last."""
-        return int(self.plan.batch.carried.sum())
+        return self.plan.batch.num_tokens - self.prefill_tokens
 
     @property
     def rectangle(self) -> int:

@@ -6,8 +6,11 @@ import difflib
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
+
+import numpy as np
 
 
 def rejects_unknown_fields(cls):
@@ -87,3 +90,28 @@ def check_bool(name: str, value: object, *, none: bool = False) -> None:
     """
     if not isinstance(value, bool) and not (none and value is None):
         raise TypeError(f"{name} must be True or False{' or None' if none else ''}; got {value!r}")
+
+
+def checked_ids(prompt: Sequence[int] | np.ndarray, eos_token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    """The prompt as i32[tokens], a read-only copy.
+
+    Raises:
+      TypeError, ValueError: it is empty or no flat sequence of ids, or an id is outside the vocabulary.
+    """
+    wrong = [id for id in eos_token_ids if not 0 <= id < vocab_size]
+    if wrong:
+        raise ValueError(f"EOS ids must be in [0, {vocab_size}), the model's vocabulary; got {wrong[:5]}")
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # ragged, so not flat either
+        ids = np.empty((0, 0), np.int32)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise TypeError(f"a prompt is a flat sequence of int token ids; got {prompt!r:.80}")
+    if not ids.size:
+        raise ValueError("a prompt has at least one token; got none (to continue from nothing, pass the BOS id)")
+    if (ids < 0).any() or (ids >= vocab_size).any():
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][:5].tolist()
+        raise ValueError(f"token ids must be in [0, {vocab_size}), the model's vocabulary; got {wrong}")
+    ids = ids.astype(np.int32)
+    ids.setflags(write=False)
+    return ids

@@ -15,6 +15,7 @@ from cbjax.requests import RequestState, RequestStatus
 from cbjax.sampling import NUM_WORDS
 from cbjax.scheduler import EVICTION_MAPPING
 from cbjax.step_record import StepRecord
+from cbjax.tracing import StepListener
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ def _submit(rng: random.Random, run: Run) -> None:
         first = first or request
 
 
-def random_run(seed: int, journal: Journal | None) -> Run:
+def random_run(seed: int, journal: Journal | None, listener: StepListener | None = None) -> Run:
     """Requests come while others run, are forked and cancelled; weights change, and sometimes all is aborted.
 
     Whatever ended by itself has the tokens of its solo run.
@@ -75,6 +76,8 @@ def random_run(seed: int, journal: Journal | None) -> Run:
     run = Run(random_engine(rng, POLICIES[seed % 2]))
     engine = run.engine
     engine.observers = [run.steps.append]
+    if listener is not None:
+        engine.tracer.add(listener)
     engine.scheduler.record(journal)
     for _ in range(rng.randint(4, 8)):
         _submit(rng, run)

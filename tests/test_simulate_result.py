@@ -96,8 +96,7 @@ def test_a_sweep_runs_every_combination_and_processes_change_nothing(small) -> N
     too_small, *fitting = made.points[:3]
     assert too_small.result is None
     for point in fitting:
-        blocks = point.settings["num_blocks"]
-        alone = simulate(small, simulation_config(num_blocks=blocks, max_requests_per_batch=16))
+        alone = simulate(small, simulation_config(**point.settings, max_requests_per_batch=16))
         assert point.result is not None
         assert point.result.to_json() == alone.to_json()
     lines = str(made).splitlines()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from cbjax.cli.usage import UsageError
+from cbjax.paths import check_writable, write_whole
 
 EXAMPLE = "example: cbjax generate 'What is the capital of France?'"
 
@@ -58,13 +60,15 @@ def add_parser(commands: Any, name: str) -> None:
     )
     add("--json", type=Path, metavar="OUT", help="write outputs, settings and summary as JSON ('-': standard output)")
     add("--record", type=Path, metavar="FILE", help="record the run for `cbjax replay`; the file has the prompts' ids")
+    add("--trace", type=Path, metavar="FILE", help="write a timeline of the steps for https://ui.perfetto.dev, and "
+        "show it as a table")  # fmt: skip
     add("--report", action="store_true", help="show every setting in use and why")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs it; 1 if a request failed."""
     prompts = _read_prompts(args)
-    for option, path in (("--json", args.json), ("--record", args.record)):
+    for option, path in (("--json", args.json), ("--record", args.record), ("--trace", args.trace)):
         _check_place(option, path)
 
     from cbjax.causal_lm import CausalLM
@@ -85,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     quiet = str(args.json) == "-"
     streams = len(inputs) == args.num_return_sequences == 1
     try:
-        with lm.record_to(args.record) if args.record else nullcontext():
+        with lm.record_to(args.record) if args.record else nullcontext(), _traced(lm, args.trace):
             if streams:
                 _stream(lm, inputs[0], generation, config, sys.stderr if quiet else sys.stdout)
             else:
@@ -108,10 +112,24 @@ def _check_place(option: str, path: Path | None) -> None:
     """Raises ValueError if no file can be there."""
     if path is None or (option == "--json" and str(path) == "-"):
         return
-    if path.is_dir():
-        raise ValueError(f"{option} {path}: that is a folder; name a file")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path}: its folder does not exist; make it first")
+    try:
+        check_writable(path)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
+
+
+@contextmanager
+def _traced(lm: Any, path: Path | None) -> Iterator[None]:
+    """Writes the timeline of what runs inside, of an interrupted run, too."""
+    if path is None:
+        yield
+        return
+    with lm.timeline() as timeline:
+        try:
+            yield
+        finally:
+            timeline.save(path)
+            print(f"\n{timeline}\n\n{path}: open it in https://ui.perfetto.dev", file=sys.stderr)
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Any]:
@@ -175,6 +193,4 @@ def _write_json(args: argparse.Namespace, lm: Any) -> None:
     if str(args.json) == "-":
         print(text)
     else:
-        part = args.json.with_name(args.json.name + ".part")
-        part.write_text(text + "\n", encoding="ascii")
-        part.replace(args.json)
+        write_whole(args.json, [text, "\n"])

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbjax.config import ContinuousBatchingConfig, GenerationConfig
-from cbjax.engine import checked_ids
 from cbjax.inputs import Prepared, Prompt, checked_names, encode_prompt, prepare
 from cbjax.manager.entry import Entry
 from cbjax.manager.ledger import Ledger
 from cbjax.manager.loop import Loop, Phase
 from cbjax.requests import RequestStatus
 from cbjax.sampling import derive_seed
-from cbjax.strict import check_bool
+from cbjax.strict import check_bool, checked_ids
 from cbjax.submission import without_tokens
 
 if TYPE_CHECKING:
