@@ -176,13 +176,13 @@ def parse(argv: Sequence[str]) -> Namespace:
     options.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
     options.add_argument("--requests", type=int, default=32, help="of a run (default 32)")
     options.add_argument("--prompt-tokens", type=int, nargs=2, default=[16, 127], help="least, most (default 16 127)")
-    options.add_argument("--new-tokens", type=int, nargs=2, default=[16, 96], help="least, most (default 16 96)")
-    options.add_argument("--num-blocks", type=int, default=64, help="of the pool (default 64)")
+    options.add_argument("--new-tokens", type=int, nargs=2, default=[16, 64], help="least, most (default 16 64)")
+    options.add_argument("--num-blocks", type=int, default=48, help="of the pool (default 48)")
     options.add_argument("--block-size", type=int, default=16, help="tokens of a KV block (default 16)")
     options.add_argument("--max-batch-tokens", type=int, default=256, help="token budget of a step (default 256)")
     options.add_argument("--margin", type=float, default=0.0, help="safety margin (default 0: most evictions)")
     options.add_argument("--offload-space", type=float, default=1.0, help="GiB of the host-memory tier (default 1)")
-    options.add_argument("--runs", type=int, default=3, help="that are predicted, of each kind (default 3)")
+    options.add_argument("--runs", type=int, default=2, help="that are predicted, of each kind (default 2)")
     args = options.parse_args(argv)
     if args.quick:
         args.requests, args.runs, args.num_blocks = 8, 1, 16
