@@ -53,7 +53,7 @@ def test_a_record_that_was_moved_is_noticed_and_named(path, edit):
         (b"[" * 100_000, "is no recording of cbjax"),
         (b'{"a": 1}\n', "is no recording of cbjax"),
         (b'["cbjax recording", 1, "0.1.0"]', "is no recording of cbjax"),
-        (b'["cbjax recording", 2, "0.9.0"]\n', r"of format 2, made by cbjax 0\.9\.0; cbjax \S+ reads format 1"),
+        (b'["cbjax recording", 1, "0.9.0"]\n', r"of format 1, made by cbjax 0\.9\.0; cbjax \S+ reads format 2"),
     ],
 )
 def test_another_file_is_refused_with_the_reason(path, content, message):
