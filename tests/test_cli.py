@@ -139,7 +139,7 @@ def test_a_recorded_run_can_be_replayed(run, capsys, tmp_path):
     assert run("one", "two", "three", "--raw", "--record", path)[0] == 0
     assert cli.main(["replay", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "engine of 64 blocks of 4, fifo, lru; admitted 0, 1, 2" in out
+    assert "engine of 64 blocks of 4, fifo, arc; admitted 0, 1, 2" in out
     assert "3 submitted, 3 ended (3 length), 0 cancelled" in out
 
 
