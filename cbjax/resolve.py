@@ -134,12 +134,14 @@ def resolve(
     ]  # fmt: skip
     tokens = _batch_tokens(config, defaults, budget, model, decisions)
     block_bytes = model.block_bytes(config.block_size)
+    overlap = resolve_overlap(config, machine)
     sizes = Sizes(
         block_size=config.block_size,
         tokens=tokens,
         rows=min(config.max_requests_per_batch or defaults["max_requests_per_batch"], tokens),
         columns=_fillable(_wanted_columns(config, hints)[0], config.num_blocks or budget // block_bytes, config, model),
         moves_blocks=config.cpu_offload_space > 0,
+        steps_in_flight=overlap.depth,
     )
     rows_wanted, sizes = sizes.rows, _with_rows(config, budget, model, sizes)
     num_blocks = _num_blocks(config, hints, budget, model, sizes, decisions, on_cpu=machine.platform == "cpu")
@@ -151,7 +153,6 @@ def resolve(
     margin = _margin(config, need, num_blocks, policy.default_safety_margin, decisions)
     num_bytes = (num_blocks + NUM_RESERVED_BLOCKS) * block_bytes
     host_blocks = _host_blocks(config, machine, model, num_bytes, decisions)
-    overlap = resolve_overlap(config, machine)
     choice = choose_ladder(config, tokens=tokens, rows=rows, most_rows=rows_wanted)
     decisions += [
         Decision(field=field, asked=getattr(config, field), used=used, why=why) for field, used, why in choice.settings
