@@ -31,7 +31,7 @@ BATCHING_DEFAULTS = {
     "per_request_processors": False,
     "max_queue_size": 0,
 }
-OWN_DEFAULTS = {"eviction_policy": "lru", "seed": None, "compilation_cache": True}
+OWN_DEFAULTS = {"eviction_policy": "lru", "seed": None, "batch_invariant": False, "compilation_cache": True}
 GENERATION_DEFAULTS = {
     "max_new_tokens": 20,
     "do_sample": None,
