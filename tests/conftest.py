@@ -1,6 +1,7 @@
 """Strictness shared by every test: strict promotion, warnings as errors (pyproject), no global caches."""
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported
@@ -38,3 +39,11 @@ def demo_gguf() -> Path:
     from cbjax.checkpoints import fetch_demo
 
     return fetch_demo(progress=True)
+
+
+@pytest.fixture
+def interruptible():
+    """SIGINT raises, also where the run was started in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

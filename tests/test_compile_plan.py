@@ -122,6 +122,7 @@ def test_strict_mode_names_the_bucket_and_what_there_is(lm):
         lm.generate_batch([[1, 2]], GREEDY, dataclasses.replace(CONFIG, cpu_offload_space=0.0))
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_the_compiler_runs_stops_and_the_next_call_works(lm, monkeypatch):
     threads = threading.enumerate()
     real = programs._compile

@@ -115,14 +115,6 @@ def test_an_error_while_it_stops_ends_it(lm, manager):
     assert "no more" in result(manager, "x").error
 
 
-@pytest.fixture
-def interruptible():
-    """SIGINT raises, also where the run was started in the background of a shell, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_B40_an_interrupt_while_waiting_leaves_the_manager_as_it_was(lm, manager):
     lm.device.hold()

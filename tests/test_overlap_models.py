@@ -108,7 +108,7 @@ def test_a_stream_yields_every_token_of_steps_that_are_read_together(lm, jobs, m
 @pytest.mark.parametrize("mode", MODES[1:], ids=str)
 def test_a_stream_that_is_closed_leaves_nothing_in_flight(lm, jobs, mode) -> None:
     prompts, configs, solo = jobs
-    stream = lm.stream(prompts[0], GenerationConfig(max_new_tokens=15, eos_token_id=-1), batching(lm, **ROOMY, **mode))
+    stream = lm.stream(prompts[0], GenerationConfig(max_new_tokens=24, eos_token_id=-1), batching(lm, **ROOMY, **mode))
     next(stream)
     stream.close()
     assert lm.session.engine.is_idle
