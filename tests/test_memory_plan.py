@@ -72,7 +72,8 @@ def test_the_sum_never_exceeds_the_budget_and_a_pool_without_bound_fills_it(
         block_size=block_size, max_batch_tokens=tokens, max_requests_per_batch=rows, cpu_offload_space=offload
     )
     block = MODELS[model].block_bytes(block_size)
-    if budget < 2 * GIB and not fits(budget, MODELS[model], config):
+    if not fits(budget, MODELS[model], config):
+        assert budget < 2.25 * GIB  # the largest model's temporaries of 2,048 tokens and one block take 2.02
         return
     resolved = plan_of(budget, MODELS[model], config)
     plan = resolved.memory
