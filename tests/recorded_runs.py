@@ -48,7 +48,7 @@ def random_engine(rng: random.Random, policy: str) -> Engine:
         num_words=NUM_WORDS,
         shares_blocks=rng.random() < 0.7,
         eviction=rng.choice(list(EVICTION_MAPPING.values())),
-        host_blocks=rng.choice([0, 0, 4, 100]),
+        host_blocks=rng.choice([0, 4, 100, 100]),
     )
     ladder = make_ladder(max_batch_tokens=config.max_batch_tokens, max_rows=config.max_requests_per_batch)
     depth = rng.choice(DEPTHS)

@@ -73,7 +73,8 @@ def test_the_sum_never_exceeds_the_budget_and_a_pool_without_bound_fills_it(
     )
     block = MODELS[model].block_bytes(block_size)
     if not fits(budget, MODELS[model], config):
-        assert budget < 2.25 * GIB  # the largest model's temporaries of 2,048 tokens and one block take 2.02
+        # From 2 GiB up everything fits, but for tokens asked for by name whose activations alone need as much.
+        assert budget < max(2 * GIB, 1.05 * (tokens or 0) * MODELS[model].token_bytes)
         return
     resolved = plan_of(budget, MODELS[model], config)
     plan = resolved.memory
