@@ -15,6 +15,7 @@ CONFIGS = {
     "chunks of 7, cached prefixes": {"max_batch_tokens": 7},
     "soft resets": {"scheduler_type": "prefill_first"},
     "offload": {"cpu_offload_space": 1.0, "scheduler_type": "prefill_first", "allow_block_sharing": False},
+    "windows, two in flight": {"use_async_batching": True, "async_depth": 2, "decode_window": 16},
 }
 UNDER_PRESSURE = ("soft resets", "offload")
 
@@ -40,6 +41,6 @@ def test_a_requests_bits_are_the_same_under_every_schedule(lm) -> None:
             assert not different(run_together(session.engine, jobs, 10 * number + seed), right), (name, seed)
         stats = session.engine.stats
         seen += Counter(resets=stats.soft_resets, offloads=stats.offloads, cached=stats.cached_tokens)
-        seen += Counter({bucket.kind: count for bucket, count in stats.steps.items()})
+        seen += Counter({bucket.kind: count for bucket, count in stats.steps.items()}, windows=stats.windows.total())
         session.close()
-    assert seen.keys() >= {"resets", "offloads", "cached", "decode", "mixed"}
+    assert seen.keys() >= {"resets", "offloads", "cached", "decode", "mixed", "windows"}

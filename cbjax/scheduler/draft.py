@@ -61,8 +61,8 @@ class Draft:
 
     def in_order(self, mask: np.ndarray) -> np.ndarray:
         """The slots where `mask`, oldest admission first."""
-        slots = np.flatnonzero(mask)
-        return slots[np.argsort(self.rows[Field.ORDER, slots], kind="stable")]
+        (slots,) = mask.nonzero()
+        return slots[self.rows[Field.ORDER][slots].argsort(kind="stable")]
 
     def decoding(self) -> np.ndarray:
         """Slots that may draw one more token, oldest first."""
@@ -161,25 +161,21 @@ class Draft:
         history.setflags(write=False)
         none = np.empty((self.config.num_groups, 0), np.int32)
         self.records[slot] = Record(request, history, None, none, hit.prefix)
-        self.rows[:, slot] = 0
-        for field, value in (
-            (Field.ACTIVE, 1),
-            (Field.UID, request.uid),
-            (Field.INCARNATION, waiting.incarnation),
-            (Field.ORDER, self.num_admissions),
-            (Field.PROMPT, len(request.prompt)),
-            (Field.PREFILL, length),
-            (Field.LENGTH, length),
-            (Field.DRAWN, len(waiting.outputs)),
-            (Field.LIMIT, request.max_new_tokens),
-            (Field.EVICTED, waiting.evicted),
-            (Field.CHUNK, self.config.chunk_limit(request.num_cells)),
-            (Field.COMPUTED, hit.num_cells),
-            (Field.SWEPT, hit.num_cells),
-            (Field.REGISTERED, hit.num_registered),
-            (Field.FAMILY, request.family),
-        ):
-            self.rows[field, slot] = value
+        row = [0] * len(Field)
+        row[Field.ACTIVE] = 1
+        row[Field.UID] = request.uid
+        row[Field.INCARNATION] = waiting.incarnation
+        row[Field.ORDER] = self.num_admissions
+        row[Field.PROMPT] = len(request.prompt)
+        row[Field.PREFILL] = row[Field.LENGTH] = length
+        row[Field.DRAWN] = len(waiting.outputs)
+        row[Field.LIMIT] = request.max_new_tokens
+        row[Field.EVICTED] = waiting.evicted
+        row[Field.CHUNK] = self.config.chunk_limit(request.num_cells)
+        row[Field.COMPUTED] = row[Field.SWEPT] = hit.num_cells
+        row[Field.REGISTERED] = hit.num_registered
+        row[Field.FAMILY] = request.family
+        self.rows[:, slot] = row
         self._write_settings(slot, request.words, request.eos_token_ids)
         self.tail = writable(self.tail, self.state.tail)
         rest = length % self.config.block_size
@@ -274,35 +270,37 @@ class Draft:
 
     def batch(self, window: int = 1) -> Batch:
         """The chosen rows as a batch of this many steps; counts them as scheduled."""
-        none = np.empty(0, np.int32)
-        slots = np.concatenate([none, *self.chosen]).astype(np.int32)
-        count = np.concatenate([none, *self.count]).astype(np.int32)
+        # Indices of another dtype than NumPy's own would be converted at every use.
+        slots = np.concatenate(self.chosen) if self.chosen else np.empty(0, np.intp)
+        count = np.concatenate(self.count) if self.count else np.empty(0, np.int32)
         rows = self.rows
-        start = rows[Field.COMPUTED, slots]
-        carried = start >= rows[Field.PREFILL, slots]
-        emits = start + count >= rows[Field.PREFILL, slots]
-        output_index = rows[Field.DRAWN, slots]
-        draws = emits.astype(np.int32) if window == 1 else np.minimum(rows[Field.LIMIT, slots] - output_index, window)
+        start = rows[Field.COMPUTED][slots]
+        prefill = rows[Field.PREFILL][slots]
+        carried = start >= prefill
+        emits = start + count >= prefill
+        output_index = rows[Field.DRAWN][slots]
+        draws = emits.astype(np.int32) if window == 1 else np.minimum(rows[Field.LIMIT][slots] - output_index, window)
         tokens = np.zeros(int(count.sum()), np.int32)
-        ends = np.cumsum(count)
-        for i in np.flatnonzero(~carried):
-            record = self.records[slots[i]]
-            assert record is not None
-            tokens[ends[i] - count[i] : ends[i]] = record.history[start[i] : start[i] + count[i]]
-        rows[Field.COMPUTED, slots] += count if window == 1 else draws
-        rows[Field.DRAWN, slots] += draws
+        if not carried.all():
+            ends = np.cumsum(count)
+            for i in np.flatnonzero(~carried):
+                record = self.records[slots[i]]
+                assert record is not None
+                tokens[ends[i] - count[i] : ends[i]] = record.history[start[i] : start[i] + count[i]]
+        rows[Field.COMPUTED][slots] = start + (count if window == 1 else draws)
+        rows[Field.DRAWN][slots] = output_index + draws
         return Batch(
-            uid=rows[Field.UID, slots],
-            incarnation=rows[Field.INCARNATION, slots],
-            slot=slots,
+            uid=rows[Field.UID][slots],
+            incarnation=rows[Field.INCARNATION][slots],
+            slot=slots.astype(np.int32),
             start=start,
             count=count,
             carried=carried,
             emits=emits,
             output_index=output_index,
             draws=draws,
-            eos=self.eos[:NUM_EOS_IDS, slots],
-            words=self.words[:, slots],
+            eos=self.eos[:NUM_EOS_IDS].take(slots, axis=1),
+            words=self.words.take(slots, axis=1),
             tokens=tokens,
             window=window,
         )
@@ -318,19 +316,14 @@ class Draft:
         """Every block-table entry this draft has changed, once."""
         if not (self._grown or self._left or self.swaps):
             return TableDelta.empty()
-        parts = [list(np.array(self.swaps, np.int32).reshape(-1, 4).T)]
-        if self._grown:
-            slots, firsts, ids = zip(*self._grown, strict=True)
-            sizes = np.array([new.size for new in ids])
-            # Row-major places within each growth: group times its columns, plus the column.
-            place = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-            group, column = np.divmod(place, np.repeat(sizes // self.config.num_groups, sizes))
-            blocks = np.concatenate([new.ravel() for new in ids])
-            parts.append([group, np.repeat(slots, sizes), column + np.repeat(firsts, sizes), blocks])
+        # A Python loop: most steps change a few entries, and few change more than some hundred.
+        entries = [tuple(swap) for swap in self.swaps]
+        for slot, first, ids in self._grown:
+            for group, blocks in enumerate(ids.tolist()):
+                entries += [(group, slot, column, block) for column, block in enumerate(blocks, first)]
         for slot, group, first, end in self._left:
-            same = [np.full(end - first, value, np.int32) for value in (group, slot, self.config.num_blocks)]
-            parts.append([same[0], same[1], np.arange(first, end, dtype=np.int32), same[2]])
-        group, slot, column, block = (np.concatenate(part).astype(np.int32) for part in zip(*parts, strict=True))
+            entries += [(group, slot, column, self.config.num_blocks) for column in range(first, end)]
+        group, slot, column, block = np.array(entries, np.int32).T
         return TableDelta(group=group, slot=slot, column=column, block=block)
 
 

@@ -65,9 +65,9 @@ def _take_decodes(draft: Draft) -> None:
         return
     slots = draft.decoding()
     rows, groups = draft.rows, draft.config.num_groups
-    lacks = rows[Field.COMPUTED, slots] >= rows[Field.HELD, slots] * draft.config.block_size
-    fits = ~lacks | (np.cumsum(lacks) * groups <= draft.pool.num_free)
-    runs = np.flatnonzero(fits)[: min(draft.tokens_left, draft.rows_left)]
+    lacks = rows[Field.COMPUTED][slots] >= rows[Field.HELD][slots] * draft.config.block_size
+    fits = ~lacks | (lacks.cumsum() * groups <= draft.pool.num_free)
+    runs = fits.nonzero()[0][: min(draft.tokens_left, draft.rows_left)]
     # Rows behind the last one that the budgets admit were not tried, so they do not starve.
     tried = len(slots) if len(runs) == int(fits.sum()) else (int(runs[-1]) + 1 if len(runs) else 0)
     draft.starved += [(int(slot), groups) for slot in slots[:tried][~fits[:tried]]]

@@ -83,10 +83,11 @@ def register(draft: Draft, slots: np.ndarray, cells: np.ndarray) -> None:
     """
     if not draft.config.shares_blocks:
         return
-    columns = cells // draft.config.block_size
-    gains = columns > draft.rows[Field.REGISTERED, slots]
-    slots, columns = slots[gains], columns[gains]
-    first = draft.rows[Field.REGISTERED, slots]
+    columns, registered = cells // draft.config.block_size, draft.rows[Field.REGISTERED]
+    first = registered[slots]
+    gains = columns > first
+    slots, first, columns = slots[gains], first[gains], columns[gains]
+    registered[slots] = columns
     for slot, start, end in zip(slots.tolist(), first.tolist(), columns.tolist(), strict=True):
         record = draft.records[slot]
         assert record is not None
@@ -97,7 +98,6 @@ def register(draft: Draft, slots: np.ndarray, cells: np.ndarray) -> None:
             record = draft.records[slot]  # with the swaps
             assert record is not None
             draft.records[slot] = Record(record.request, record.history, record.chain, record.table, prefix)
-    draft.rows[Field.REGISTERED, slots] = columns
 
 
 def _register_column(draft: Draft, slot: int, record: Record, column: int, blocks: list[int], before: Prefix) -> Prefix:

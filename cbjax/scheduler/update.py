@@ -19,26 +19,28 @@ def update(state: SchedulerState, plan: StepPlan, outputs: StepOutputs) -> tuple
     """
     batch, draft = plan.batch, Draft(state)
     assert state.in_flight[:1] == (batch.window,), "update of another plan than the oldest in flight"
-    rows, slot = draft.rows, batch.slot
-    same = (rows[Field.UID, slot] == batch.uid) & (rows[Field.INCARNATION, slot] == batch.incarnation)
-    live = same & (rows[Field.ACTIVE, slot] == 1)
-    stops = (outputs.tokens == draft.eos[:, None, slot]).any(axis=0)
+    # Indices of another dtype than NumPy's own would be converted at every use.
+    rows, slot = draft.rows, batch.slot.astype(np.intp)
+    same = (rows[Field.UID][slot] == batch.uid) & (rows[Field.INCARNATION][slot] == batch.incarnation)
+    live = same & (rows[Field.ACTIVE][slot] == 1)
+    stops = (outputs.tokens == draft.eos.take(slot, axis=1)[:, None]).any(axis=0)
     drawn, failed = _drawn(batch, outputs.finite, stops)
     drawn, failed = drawn & live, failed & live
-    accepted = drawn.sum(axis=0)
     for i in range(batch.window):
         _append(draft, slot[drawn[i]], outputs.tokens[i, drawn[i]])
-    # The cell of the last token drawn is not computed, nor is that of a failed step sound.
-    sound = np.flatnonzero(live & ((accepted > 0) | ~failed))
-    register(draft, slot[sound], (batch.start + batch.count + np.maximum(accepted - 1, 0))[sound])
-
-    at_limit = rows[Field.LENGTH, slot] - rows[Field.PROMPT, slot] >= rows[Field.LIMIT, slot]
+    accepted = drawn.sum(axis=0)
     last = np.maximum(accepted - 1, 0)
+    # The cell of the last token drawn is not computed, nor is that of a failed step sound.
+    sound = live & ((accepted > 0) | ~failed)
+    register(draft, slot[sound], (batch.start + batch.count + last)[sound])
+
+    at_limit = rows[Field.LENGTH][slot] - rows[Field.PROMPT][slot] >= rows[Field.LIMIT][slot]
+    stopped = stops[0] if batch.window == 1 else stops[last, np.arange(len(slot))]
     ended = []
-    for i in np.flatnonzero(failed | ((accepted > 0) & (stops[last, np.arange(len(slot))] | at_limit))).tolist():
-        ended.append(_end_of(batch, i, outputs.tokens[last[i], i] if stops[last[i], i] else None, failed=failed[i]))
+    for i in (failed | ((accepted > 0) & (stopped | at_limit))).nonzero()[0].tolist():
+        ended.append(_end_of(batch, i, outputs.tokens[last[i], i] if stopped[i] else None, failed=failed[i]))
         draft.release(int(slot[i]))
-    step, row = np.nonzero(drawn)
+    step, row = drawn.nonzero()
     results = StepResults(
         uid=batch.uid[row],
         tokens=outputs.tokens[step, row],
@@ -72,10 +74,12 @@ def _append(draft: Draft, slots: np.ndarray, tokens: np.ndarray) -> None:
         return
     rows, block_size = draft.rows, draft.config.block_size
     draft.tail = writable(draft.tail, draft.state.tail)
-    draft.tail[slots, rows[Field.LENGTH, slots] % block_size] = tokens
-    rows[Field.LENGTH, slots] += 1
-    rows[Field.EVICTED, slots] = 0
-    for slot in slots[rows[Field.LENGTH, slots] % block_size == 0].tolist():
+    length = rows[Field.LENGTH][slots]
+    draft.tail[slots, length % block_size] = tokens
+    length += 1
+    rows[Field.LENGTH][slots] = length
+    rows[Field.EVICTED][slots] = 0
+    for slot in slots[length % block_size == 0].tolist():
         record = draft.records[slot]
         assert record is not None
         block = draft.tail[slot].copy()
