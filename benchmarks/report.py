@@ -2,7 +2,7 @@
 
 The JSON form, `document`'s result: `benchmark`, `command`, `machine`, `versions`, `settings` (every option), `figures`
 (name -> `spread`), `limits` (name of a figure -> `limit`), which is empty where nothing is promised, and `notes`
-(sentences: what was not as asked).
+(sentences: what was not as asked). A benchmark may add more.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ def finish(
     limits: Mapping[str, dict[str, Any]] | None = None,
     notes: Sequence[str] = (),
     peer_versions: Mapping[str, str] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Prints the table with its conditions, and writes the JSON if asked.
 
@@ -150,6 +151,7 @@ def finish(
       limits: by the name of a figure.
       notes: what was not as asked.
       peer_versions: of libraries that ran elsewhere.
+      more: further entries of the JSON.
     """
     made = {
         "benchmark": name,
@@ -160,6 +162,7 @@ def finish(
         "figures": dict(figures),
         "limits": dict(limits or {}),
         "notes": list(notes),
+        **(more or {}),
     }
     print(text or figures_table(figures))
     for note in notes:

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,12 +35,12 @@ from cbjax.cache import (
     reads_first,
     scatter_blocks,
 )
-from cbjax.descriptor import BatchDescriptor, Bucket, abstract
+from cbjax.descriptor import BatchDescriptor, Bucket, pack, packed_shape
 from cbjax.host_memory import give_back_freed_memory
 from cbjax.models.products import ProductForm, product_form
 from cbjax.program_store import ProgramStore, StoredProgram, cache_hits
 from cbjax.scheduler import Offload, Restore, SchedulerConfig, TableDelta
-from cbjax.step import Bind, SlotState, StepResult, initial_slots, make_step, write_table
+from cbjax.step import Bind, Model, SlotState, StepResult, initial_slots, make_step, write_table
 
 # Entries one call writes; more are written by more calls, so that one program serves all.
 TABLE_ENTRIES = 256
@@ -80,7 +81,8 @@ class ModelDevice:
     """The device side of the engine: takes descriptors, keeps store and slot state, answers with device arrays.
 
     Attributes:
-      params: weights, an argument of every step; new ones of the same shapes compile nothing.
+      weights: arguments of every step; new ones of the same shapes compile nothing. A list, since going through a
+        model's nested dict takes a hundred microseconds.
       cache: the KV store.
       slots: the slot state.
       host_tier: where blocks are kept that lose their place; None: nowhere.
@@ -100,7 +102,8 @@ class ModelDevice:
         host_tier: HostTier | None = None,
         store: ProgramStore | None = None,
     ) -> None:
-        self.bind, self.params, self.cache, self.config = bind, params, cache, config
+        self.weights, self._structure = jax.tree.flatten(params)
+        self.bind, self.cache, self.config = bind, cache, config
         self.host_tier, self.store = host_tier, store
         self.products = ProductForm.FASTEST
         self.strict = False
@@ -195,7 +198,7 @@ class ModelDevice:
     def _path(self, store: ProgramStore, key: ProgramKey) -> Path:
         """Everything that `_lower` makes a program from is in it."""
         if isinstance(key, Bucket):
-            params = {"params": self.params, "batch": abstract(key, self.config.num_words)}
+            params = {"params": self._params(self.weights), "batch": packed_shape(key, self.config.num_words)}
             name = f"{key} of {self.cache.groups!r} with {self.products.name}"
         else:
             params, name = {}, f"{key} of {self._blocks_per_call} blocks, {TABLE_ENTRIES} entries"
@@ -206,15 +209,24 @@ class ModelDevice:
         start = time.perf_counter()
         kv = _shapes(self.cache.kv)
         if isinstance(key, Bucket):
-            jitted = jax.jit(make_step(self.bind, key, self.cache.groups), donate_argnums=(1, 2))
-            params, slots = _shapes((self.params, self.slots))
+            step = make_step(self._bind_weights, key, self.cache.groups, self.config.num_words)
+            weights, slots = _shapes((self.weights, self.slots))
             with product_form(self.products):
-                lowered = jitted.lower(params, kv, slots, abstract(key, self.config.num_words))
+                batch = packed_shape(key, self.config.num_words)
+                lowered = jax.jit(step, donate_argnums=(1, 2)).lower(weights, kv, slots, batch)
         elif key == "table":
-            lowered = jax.jit(write_table, donate_argnums=0).lower(_shapes(self.slots), *[_ids(TABLE_ENTRIES)] * 4)
+            entries = jax.ShapeDtypeStruct((4, TABLE_ENTRIES), np.int32)
+            lowered = jax.jit(write_table, donate_argnums=0).lower(_shapes(self.slots.table), entries)
         else:
             lowered = _lower_block_program(key, kv, _ids(self._blocks_per_call))
         return lowered, time.perf_counter() - start
+
+    def _params(self, weights: Sequence[Any]) -> Any:
+        """The weights as the nested dict that a model is bound to."""
+        return jax.tree.unflatten(self._structure, weights)
+
+    def _bind_weights(self, weights: Sequence[jax.Array]) -> Model:
+        return self.bind(self._params(weights))
 
     def _program(self, key: ProgramKey) -> Callable:
         program = self.programs.get(key)
@@ -222,6 +234,8 @@ class ModelDevice:
 
     def update_table(self, delta: TableDelta) -> None:
         """Writes block-table entries, in as many calls of the one program as it takes."""
+        if not len(delta):
+            return
         trash = self.config.max_requests_per_batch
         all_entries = np.stack([delta.group, delta.slot, delta.column, delta.block])
         for first in range(0, len(delta), TABLE_ENTRIES):
@@ -229,7 +243,8 @@ class ModelDevice:
             entries = np.zeros((4, TABLE_ENTRIES), np.int32)
             entries[1] = trash
             entries[:, : part.shape[1]] = part
-            self.slots = self._program("table")(self.slots, *entries)
+            # Only the table goes through: every other array would take as long to hand over.
+            self.slots = replace(self.slots, table=self._program("table")(self.slots.table, entries))
 
     @property
     def _blocks_per_call(self) -> int:
@@ -280,7 +295,7 @@ class ModelDevice:
     def forward(self, batch: BatchDescriptor, bucket: Bucket) -> StepResult:
         """Dispatches one step; returns without waiting for it."""
         call = self._program(bucket)
-        result, self.cache.kv, self.slots = call(self.params, self.cache.kv, self.slots, batch)
+        result, self.cache.kv, self.slots = call(self.weights, self.cache.kv, self.slots, pack(batch))
         for answer in result:
             answer.copy_to_host_async()  # on its way when the engine comes to read it
         return result

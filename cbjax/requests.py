@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -112,36 +113,40 @@ class RequestState:
     def snapshot(self, text: str = "") -> GenerationOutput:
         """An immutable copy for the caller."""
         return GenerationOutput(
-            request_id=self.request_id,
-            prompt_ids=self.prompt.tolist(),
             generated_tokens=list(self.generated_tokens),
-            continuation=self.continuation,
             text=text,
             logprobs=list(self.logprobs),
             status=self.status,
             error=self.error,
             finish_reason=self.finish_reason,
-            created_time=self.created_time,
             lifespan=(self._since(self.started), self._since(self.ended)),
             timestamps=list(self.timestamps),
-            num_soft_resets=self.num_soft_resets,
-            num_offloads=self.num_offloads,
-            num_cached_tokens=self.num_cached_tokens,
+            **self._what_it_is(),
         )
 
     def after(self, count: int, text: str = "") -> GenerationOutput:
         """What `snapshot` was after `count` output tokens; any thread may take it, since the lists only grow."""
-        now = self.snapshot(text)
-        return replace(
-            now,
-            generated_tokens=now.generated_tokens[:count],
-            logprobs=now.logprobs[:count],
-            timestamps=now.timestamps[:count],
+        return GenerationOutput(
+            generated_tokens=self.generated_tokens[:count],
+            text=text,
+            logprobs=self.logprobs[:count],
             status=RequestStatus.DECODING if count else RequestStatus.PENDING,
-            error=None,
-            finish_reason=None,
-            lifespan=(now.lifespan[0], -1.0),
+            lifespan=(self._since(self.started), -1.0),
+            timestamps=self.timestamps[:count],
+            **self._what_it_is(),
         )
+
+    def _what_it_is(self) -> dict[str, Any]:
+        """The fields of an output that do not depend on how many tokens it tells of."""
+        return {
+            "request_id": self.request_id,
+            "prompt_ids": self.prompt.tolist(),
+            "continuation": self.continuation,
+            "created_time": self.created_time,
+            "num_soft_resets": self.num_soft_resets,
+            "num_offloads": self.num_offloads,
+            "num_cached_tokens": self.num_cached_tokens,
+        }
 
     def _since(self, moment: float | None) -> float:
         return -1.0 if moment is None else moment - self.created

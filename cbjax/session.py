@@ -85,7 +85,6 @@ class Session:
         self.proof: Proof | None = None
         if config.batch_invariant:
             self.engine.ladder = resolved.ladder.only(())
-        self._leaves = jax.tree.leaves(lm.params)
         log.info("session: %s\n%s", self.machine.device, self.resolved.report())
 
     def adopt(self, config: ContinuousBatchingConfig) -> None:
@@ -193,13 +192,13 @@ class Session:
         Weights are the same if every array is the same `jax.Array`, so a dict that was changed in place is noticed,
         too. What a NumPy array holds can change unnoticed, so such weights always count as others.
         """
-        leaves = jax.tree.leaves(params)
-        is_same = len(leaves) == len(self._leaves) and all(map(operator.is_, leaves, self._leaves))
+        weights = jax.tree.leaves(params)
+        is_same = len(weights) == len(self.device.weights) and all(map(operator.is_, weights, self.device.weights))
         # First, so that an interrupt leaves old weights with an old cache.
-        if not (is_same and all(isinstance(leaf, jax.Array) for leaf in leaves)):
+        if not (is_same and all(isinstance(array, jax.Array) for array in weights)):
             self.engine.renew()
-        # A dict of its own: what its owner puts into theirs takes effect here and nowhere else.
-        self.device.params, self._leaves = jax.tree.map(lambda leaf: leaf, params), leaves
+        # A list of its own: what its owner puts into their dict takes effect here and nowhere else.
+        self.device.weights = weights
 
     def close(self) -> None:
         """Gives the memory of the store and of the host tier back."""

@@ -1,4 +1,4 @@
-"""The jitted step: (params, kv, slot state, descriptor) -> (outputs, kv, slot state).
+"""The jitted step: (params, kv, slot state, packed descriptor) -> (outputs, kv, slot state).
 
 A mixed program is one step. A decode program is a loop over a window of steps, whose number is known at run time: plain
 decode is a window of one. A row that has ended (an EOS id, no draw left, logits that are not finite) is padding from
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from cbjax.attention import Attend, LayerGroups, PagedAttend, prepare_batch
-from cbjax.descriptor import BatchDescriptor, Bucket
+from cbjax.descriptor import BatchDescriptor, Bucket, unpack
 from cbjax.sampling.sample import Sampled, sample
 from cbjax.scheduler import MAX_WINDOW
 
@@ -37,7 +37,7 @@ class Model(Protocol):
 
 
 # From the parameters a step is given to the model that holds them; called once per trace.
-type Bind = Callable[[dict], Model]
+type Bind = Callable[[Any], Model]
 
 
 @jax.tree_util.register_dataclass
@@ -76,12 +76,13 @@ def initial_slots(*, num_slots: int, num_groups: int, max_blocks: int, num_block
     )
 
 
-def make_step(bind: Bind, bucket: Bucket, groups: LayerGroups) -> Callable:
+def make_step(bind: Bind, bucket: Bucket, groups: LayerGroups, num_words: int) -> Callable:
     """The step of one bucket, to be jitted with its second and third argument donated."""
 
     def step(
-        params: dict, kv: list[jax.Array], slots: SlotState, batch: BatchDescriptor
+        params: Any, kv: list[jax.Array], slots: SlotState, packed: jax.Array
     ) -> tuple[StepResult, list[jax.Array], SlotState]:
+        batch = unpack(packed, bucket, num_words)
         # Read once: with a window of steps the program's loop carries what it changes.
         carry = _Carry(
             step=jnp.int32(0),
@@ -227,7 +228,7 @@ def _input_tokens(slots: SlotState, batch: BatchDescriptor, bucket: Bucket) -> j
     return jnp.append(batch.tokens, jnp.zeros(1, jnp.int32)).at[where].set(carried)[: bucket.tokens]
 
 
-def write_table(slots: SlotState, group: jax.Array, slot: jax.Array, column: jax.Array, block: jax.Array) -> SlotState:
-    """Writes block-table entries, i32[entries] each; padding names the trash slot."""
-    table = slots.table.at[group, slot, column].set(block)
-    return SlotState(last_token=slots.last_token, goes_on=slots.goes_on, table=table)
+def write_table(table: jax.Array, entries: jax.Array) -> jax.Array:
+    """`SlotState.table` with i32[4, entries] written: group, slot, column, block. Padding names the trash slot."""
+    group, slot, column, block = entries
+    return table.at[group, slot, column].set(block)

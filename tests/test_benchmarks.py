@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pytest
 
 from benchmarks import (
     eviction,
+    host_time,
     invariance,
+    overlap,
     peer,
     pool_size,
     prediction,
@@ -26,6 +29,7 @@ from benchmarks import (
     startup,
     vs_transformers,
 )
+from benchmarks.device_queue import DeviceQueue
 from benchmarks.eviction_model import PRIORITIES, hits
 from benchmarks.hf_folder import write_folder
 from benchmarks.peer import Peer, PeerError
@@ -76,11 +80,11 @@ def fake_peer(tmp_path, monkeypatch):
 def measured(tmp_path, capsys):
     """Runs a benchmark's main, and returns its JSON after a look at its form."""
 
-    def run(main, *argv):
+    def run(main, *argv, more=frozenset()):
         file = tmp_path / "figures.json"
         main([*map(str, argv), "--json", str(file)])
         document = json.loads(file.read_text())
-        assert document.keys() == FIELDS
+        assert document.keys() == FIELDS | more
         assert {"device", "processor", "cores"} == document["machine"].keys()
         assert {"python", "jax", "cbjax"} <= document["versions"].keys()
         assert document["figures"]
@@ -181,6 +185,44 @@ def test_the_invariance_benchmark_writes_the_form(measured, model):
     assert document["limits"].keys() == {"float32, 4 requests, on against off"}
     (note,) = document["notes"]
     assert note.startswith("float32: 3 of 3 programs: all give the same bits")
+
+
+def test_the_overlap_benchmark_keeps_the_same_account_for_stub_and_model(measured, model):
+    document = measured(overlap.main, "--quick", *BUDGET, "--model", model, "--step-ms", 1, 2, more={"device_active"})
+    active, figures = document["device_active"], document["figures"]
+    assert {mode: by_ms.keys() for mode, by_ms in active.items()} == {mode: {"1", "2"} for mode in overlap.MODES}
+    for mode, by_ms in active.items():
+        assert all(0 < fraction <= 1 for fraction in by_ms.values())
+        assert by_ms["2"] == figures[f"2 ms a step, {mode}, device-active"]["median"]
+        assert figures[f"model in float32, {mode}, tokens/s"]["median"] > 0
+    assert document["limits"].keys() == {"2 ms a step, async, device-active"}
+
+
+def test_the_queue_of_the_stub_device_accounts_for_every_second():
+    """Three jobs that come together wait for one another; the fourth comes when the queue has been empty a while."""
+    with DeviceQueue() as queue:
+        jobs = [queue.put(0.02) for _ in range(3)]
+        assert not queue.is_done(jobs[-1])
+        queue.wait(jobs[-1])
+        assert all(queue.is_done(job) for job in jobs)
+        time.sleep(0.05)
+        queue.wait(queue.put(0.02))
+        times, again = queue.take_times(), queue.take_times()
+    assert times.busy >= 4 * 0.02
+    assert times.idle >= 0.05
+    assert times.active == times.busy / (times.busy + times.idle)
+    assert times.handoff > 0
+    assert (again.busy, again.idle, again.handoff) == (0, 0, 0)
+
+
+def test_the_host_time_benchmark_measures_decode_steps_and_streaming(measured):
+    document = measured(host_time.main, "--quick", "--rows", 3, 8)
+    for rows in (3, 8):
+        parts = [document["figures"][f"{rows} rows, {part}"] for part in host_time.PHASES]
+        # 15 steps follow the first token, and nothing the last.
+        assert {part["count"] for part in parts} == {14}
+        assert document["figures"][f"{rows} rows, streaming"]["count"] > 0
+    assert document["limits"] == {}
 
 
 def test_the_prediction_benchmark_evicts_and_predicts_every_batch(measured, model):

@@ -9,6 +9,7 @@ from test_generate_batch import GREEDY, PROMPTS, batching, dense_greedy
 
 from cbjax import GenerationConfig, WorkloadHints
 from cbjax import session as session_module
+from cbjax.descriptor import pack
 from cbjax.machine import MachineFacts
 from cbjax.programs import ModelDevice
 from cbjax.testing import ByteTokenizer, tiny_llama
@@ -150,7 +151,7 @@ def test_B40_the_store_is_sound_after_an_error_that_lost_the_donated_arrays(lm, 
 
     def forward(self, batch, bucket):
         real_call = self._program(bucket)
-        real_call(self.params, self.cache.kv, self.slots, batch)
+        real_call(self.weights, self.cache.kv, self.slots, pack(batch))
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patched:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbjax import ContinuousBatchingConfig, GenerationConfig, WorkloadHints
-from cbjax.descriptor import Bucket, abstract
+from cbjax.descriptor import Bucket, packed_shape
 from cbjax.machine import MachineFacts
 from cbjax.memory_plan import ModelFacts, Sizes, plan_memory
 from cbjax.resolve import resolve
@@ -164,8 +164,8 @@ def test_steps_in_flight_have_buffers_of_their_own():
 def test_a_descriptor_fits_its_line(tokens, rows):
     sizes = Sizes(block_size=16, tokens=tokens, rows=rows, columns=32)
     planned = {line.name: line.num_bytes for line in plan_memory(GIB, "", MODELS["1B"], sizes, 8).lines}
-    leaves = jax.tree.leaves(abstract(Bucket(kind="mixed", tokens=tokens, rows=rows), NUM_WORDS))
-    assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) <= planned["inputs and answers"]
+    packed = packed_shape(Bucket(kind="mixed", tokens=tokens, rows=rows), NUM_WORDS)
+    assert packed.size * packed.dtype.itemsize <= planned["inputs and answers"]
 
 
 def test_the_plan_is_checked_against_what_the_compiler_says():

@@ -16,7 +16,7 @@ from cbjax.scheduler import EVICTION_MAPPING
 FOLDER = Path(__file__).parents[1] / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9]*.py"))
 QUICKSTART, PRESSURE = FOLDER / "01_quickstart.py", FOLDER / "02_kv_pressure.py"
-SIZING = FOLDER / "03_sizing.py"
+SIZING, ASYNC = FOLDER / "03_sizing.py", FOLDER / "04_async.py"
 MAX_BYTES = 400_000
 
 
@@ -57,7 +57,7 @@ def titles_of(figures: list[Any]) -> list[list[str]]:
 
 
 def test_the_notebooks_are_these() -> None:
-    assert SOURCES == [QUICKSTART, PRESSURE, SIZING]
+    assert SOURCES == [QUICKSTART, PRESSURE, SIZING, ASYNC]
 
 
 each_notebook = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -193,6 +193,25 @@ def test_the_notebook_on_sizing_runs_and_its_pictures_show_its_runs(
     evictions = [run.evictions for run in names["cures"].values()]
     assert evictions[0] > evictions[1] > evictions[2] == 0
     assert f"the smallest of these: {names['smallest']} blocks" in out
+
+
+def test_the_notebook_on_the_asynchronous_loop_runs_and_draws_what_was_recorded(
+    figures: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {"__name__": "notebook"}
+    run(code_of(ASYNC), names)
+    out = capsys.readouterr().out
+    assert "the same tokens every time" in out
+    assert titles_of(figures) == [["sync", "async", "windows"], ["Device at work, every run", "Throughput, every run"]]
+    for axes, (mode, repeats) in zip(figures[0].axes, names["runs"].items(), strict=True):
+        spans, timeline, _ = repeats[0]
+        drawn = {bars.get_label(): bars for bars in axes.collections}
+        assert len(drawn["device"].get_paths()) == len(spans) == timeline.num_steps
+        assert len(drawn["plans"].get_paths()) == 2 * timeline.num_steps
+        assert (timeline.steps["window"].max() > 1) == (mode == "windows")
+    for shown, repeats in zip(figures[1].axes[0].lines, names["runs"].values(), strict=True):
+        assert shown.get_xdata().tolist() == [100 * names["active_fraction"](spans) for spans, _, _ in repeats]
+        assert all(0 < x <= 100 for x in shown.get_xdata())
 
 
 @each_notebook

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cbjax.descriptor import Bucket, build
+from cbjax.descriptor import Bucket, build, pack
 from cbjax.invariance.probe import Piece, Probe, arrangements, make_probe, whole
 from cbjax.ladder import Ladder
 from cbjax.models.products import ProductForm
@@ -145,7 +145,7 @@ class _Bench:
             table=jnp.asarray(self.probe.table),
         )
         call = device.programs[bucket].call
-        result, device.cache.kv, _ = call(device.params, device.cache.kv, slots, batch)
+        result, device.cache.kv, _ = call(device.weights, device.cache.kv, slots, pack(batch))
         tokens, logprobs = np.asarray(result.tokens)[0], np.asarray(result.logprobs)[0].view(np.uint32)
         rows = [(row, piece.query) for row, piece in enumerate(pieces) if piece.query is not None]
         return [(query, (int(tokens[row]), int(logprobs[row]))) for row, query in rows]

@@ -91,11 +91,12 @@ class Reader:
 
     def read(self, count: int) -> GenerationOutput:
         """The snapshot after `count` published tokens, at least as many as before."""
-        snapshot = self._entry.after(count)
+        state = self._entry.state
+        assert state is not None
         if self._detokenizer:
             try:
-                self._text += self._detokenizer.add(snapshot.generated_tokens[self.num_seen :])
+                self._text += self._detokenizer.add(state.generated_tokens[self.num_seen : count])
             except Exception:  # a tokenizer of the caller's may raise anything; the terminal output will say what
                 self._detokenizer = None
         self.num_seen = count
-        return replace(snapshot, text=self._text)
+        return state.after(count, self._text)
