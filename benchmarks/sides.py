@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from benchmarks import llama_cpp as llama
 from benchmarks.peer import Peer, Run, set_up
 
 OURS, BATCHED, PADDED = "cbjax", "transformers generate_batch", "transformers generate"
@@ -97,9 +98,11 @@ class Ours:
 
 
 @contextmanager
-def sides(job: Job, peer_python: Path | None, scratch: Path) -> Iterator[tuple[dict[str, Side], dict[str, str]]]:
-    """All sides, ready to run, and the versions of the peer's libraries."""
-    opened: list[Ours | Peer] = []
+def sides(
+    job: Job, peer_python: Path | None, scratch: Path, *, llama_cpp: tuple[Path, Path] | None = None
+) -> Iterator[tuple[dict[str, Side], dict[str, str]]]:
+    """All sides, ready to run, and the versions of the peer's libraries; `llama_cpp`: its programs, the GGUF file."""
+    opened: list[Ours | Peer | llama.LlamaCpp] = []
     try:
         ours = Ours(job)
         opened.append(ours)
@@ -111,6 +114,10 @@ def sides(job: Job, peer_python: Path | None, scratch: Path) -> Iterator[tuple[d
             opened.append(peer)
             made[name] = peer
             versions = peer.versions
+        if llama_cpp is not None:
+            other = llama.LlamaCpp(*llama_cpp, job)
+            opened.append(other)
+            made[llama.NAME] = other
         yield made, versions
     finally:
         for side in opened:

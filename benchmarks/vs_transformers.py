@@ -6,7 +6,8 @@ A call is timed from its start to its return. Its first run at a size is not cou
 sharing is off, since prompts repeat.
 
 The peer needs an environment of its own: `--setup-peer DIR` makes one there with pip (torch 2.13.0, transformers
-5.24.0), `--peer-python PATH` names one that exists, `--only cbjax` does without.
+5.24.0), `--peer-python PATH` names one that exists, `--only cbjax` does without. llama.cpp takes part if it is asked
+to: `--setup-llama-cpp DIR` builds it, `--llama-cpp DIR` names its programs (see `benchmarks.llama_cpp`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import llama_cpp, report
 from benchmarks.peer import Run
 from benchmarks.sides import BATCHED, OURS, Job, Side, add_side_options, peer_python_of, sides
 from benchmarks.workload import prompts
@@ -45,6 +46,7 @@ def measure(made: dict[str, Side], dtype: str, count: int, new_tokens: int, repe
         if name != OURS:
             ratios = [a / b for a, b in zip(rates[OURS], rates[name], strict=True)]
             figures[f"{label}, cbjax against {name}"] = report.spread(ratios, "ratio")
+        if name not in (OURS, llama_cpp.NAME):  # which tells no tokens
             same = agreement(runs[OURS][-1].tokens, runs[name][-1].tokens)
             figures[f"{label}, requests equal to {name}"] = report.spread([same], "ratio")
     return figures
@@ -53,6 +55,7 @@ def measure(made: dict[str, Side], dtype: str, count: int, new_tokens: int, repe
 def limits_of(figures: dict[str, report.Figure]) -> dict[str, dict]:
     """The limits that apply to what was measured."""
     names = {f"{dtype}, {n} requests, cbjax against {BATCHED}": bound for (dtype, n), bound in AT_LEAST.items()}
+    names |= {f"{dtype}, 64 requests, cbjax against {llama_cpp.NAME}": 1.0 for dtype in ("float32", "bfloat16")}
     return {name: report.limit(figures[name], bound, at_least=True) for name, bound in names.items() if name in figures}
 
 
@@ -61,10 +64,25 @@ def parse(argv: Sequence[str]) -> Namespace:
     report.add_model_options(options)
     add_side_options(options, block_size=32)
     options.add_argument("--requests", type=int, nargs="+", default=[16, 64], help="batch sizes (default 16 64)")
+    llama = options.add_mutually_exclusive_group()
+    llama.add_argument("--llama-cpp", type=Path, metavar="DIR", help="where llama.cpp's programs are")
+    llama.add_argument("--setup-llama-cpp", type=Path, metavar="DIR", help="build them there, and use them")
     args = options.parse_args(argv)
+    if (args.llama_cpp or args.setup_llama_cpp) and args.model != "demo" and not args.model.endswith(".gguf"):
+        options.error(f"llama.cpp reads GGUF files: --model is demo or a .gguf file; got {args.model}")
     if args.quick:
         args.requests, args.new_tokens, args.repeats = [2], 8, 1
     return args
+
+
+def llama_cpp_of(args: Namespace) -> tuple[Path, Path] | None:
+    """llama.cpp's programs, which are built if that was asked for, and the model's GGUF file; None: it has no part."""
+    from cbjax.checkpoints import demo
+
+    programs = llama_cpp.set_up(args.setup_llama_cpp) if args.setup_llama_cpp else args.llama_cpp
+    if programs is None:
+        return None
+    return programs, demo.fetch() if args.model == "demo" else Path(args.model)
 
 
 def run(args: Namespace, scratch: Path) -> tuple[dict[str, report.Figure], dict[str, str]]:
@@ -74,7 +92,7 @@ def run(args: Namespace, scratch: Path) -> tuple[dict[str, report.Figure], dict[
 
     folder = folder_of(args.model, scratch / "model")
     vocab_size = load(folder).config.vocab_size
-    peer_python = peer_python_of(args)
+    peer_python, llama = peer_python_of(args), llama_cpp_of(args)
     per_request = -(-(LONGEST + args.new_tokens) // args.block_size)
     figures: dict[str, report.Figure] = {}
     peer_versions: dict[str, str] = {}
@@ -88,7 +106,7 @@ def run(args: Namespace, scratch: Path) -> tuple[dict[str, report.Figure], dict[
             max_batch_tokens=args.max_batch_tokens,
             num_blocks=per_request * max(args.requests),
         )
-        with sides(job, peer_python, scratch) as (made, versions):
+        with sides(job, peer_python, scratch, llama_cpp=llama) as (made, versions):
             peer_versions |= versions
             for count in args.requests:
                 figures |= measure(made, dtype, count, args.new_tokens, args.repeats)

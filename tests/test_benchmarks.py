@@ -16,6 +16,7 @@ from benchmarks import (
     eviction,
     host_time,
     invariance,
+    llama_cpp,
     overlap,
     peer,
     pool_size,
@@ -249,6 +250,51 @@ def test_vs_transformers_takes_turns_with_both_peers(measured, model, fake_peer)
         assert figures[f"float32, 2 requests, requests equal to {name}"]["median"] == 0
         assert figures[f"float32, 2 requests, cbjax against {name}"]["median"] > 0
     assert document["versions"]["transformers"] == "0"
+
+
+@pytest.fixture
+def fake_llama_cpp(tmp_path):
+    """A folder with programs that say what they were asked, in the form of the real ones."""
+    programs = tmp_path / "llama"
+    programs.mkdir()
+    quantize = 'import shutil, sys; shutil.copy(sys.argv[2], sys.argv[3]); open(sys.argv[3], "a").write(sys.argv[4])'
+    bench = """
+import json, sys
+asked = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if open(asked["--model"]).read() != "weights in BF16":
+    sys.exit("no such weights")
+print("main: n_kv_max = 8192")
+print(json.dumps({"t": float(asked["-npp"]), "pl": asked["-npl"]}))
+"""
+    for name, source in (("llama-quantize", quantize), ("llama-batched-bench", bench)):
+        program = programs / name
+        program.write_text(f"#!{sys.executable}\n{source}")
+        program.chmod(0o755)
+    return programs
+
+
+def test_llama_cpp_runs_prompts_of_the_mean_length_and_times_itself(tmp_path, fake_llama_cpp):
+    gguf = tmp_path / "model.gguf"
+    gguf.write_text("weights in ")
+    job = sides.Job(
+        model="", dtype="bfloat16", threads=2, block_size=4, max_batch_tokens=8, num_blocks=0,
+        prompts=[[0] * 10, [0] * 31, [0] * 900],
+    )  # fmt: skip
+    side = llama_cpp.LlamaCpp(fake_llama_cpp, gguf, job)
+    run = side.run(2, 5)
+    assert (run.seconds, run.tokens_per_second) == (20.0, 2 * 5 / 20.0)
+    model = side._model
+    model.write_text("something else")
+    with pytest.raises(PeerError, match="exit code 1; it said: no such weights"):
+        side.run(2, 5)
+    side.close()
+    assert not model.exists()
+
+
+def test_llama_cpp_wants_a_gguf_file(capsys):
+    with pytest.raises(SystemExit):
+        vs_transformers.main(["--quick", "--only", "cbjax", "--llama-cpp", "there", "--model", "some/folder"])
+    assert "llama.cpp reads GGUF files" in capsys.readouterr().err
 
 
 def test_a_limit_of_vs_transformers_is_one_of_its_figures():

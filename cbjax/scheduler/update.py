@@ -38,7 +38,7 @@ def update(state: SchedulerState, plan: StepPlan, outputs: StepOutputs) -> tuple
     stopped = stops[0] if batch.window == 1 else stops[last, np.arange(len(slot))]
     ended = []
     for i in (failed | ((accepted > 0) & (stopped | at_limit))).nonzero()[0].tolist():
-        ended.append(_end_of(batch, i, outputs.tokens[last[i], i] if stopped[i] else None, failed=failed[i]))
+        ended.append(_end_of(batch, i, int(outputs.tokens[last[i], i]) if stopped[i] else None, failed=failed[i]))
         draft.release(int(slot[i]))
     step, row = drawn.nonzero()
     results = StepResults(
@@ -65,7 +65,7 @@ def _end_of(batch: Batch, row: int, stop: int | None, *, failed: bool) -> Ended:
     uid = int(batch.uid[row])
     if failed:
         return Ended(uid=uid, reason="failed")
-    return Ended(uid=uid, reason="length") if stop is None else Ended(uid=uid, reason="stop", token=int(stop))
+    return Ended(uid=uid, reason="length") if stop is None else Ended(uid=uid, reason="stop", token=stop)
 
 
 def _append(draft: Draft, slots: np.ndarray, tokens: np.ndarray) -> None:
