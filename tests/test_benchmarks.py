@@ -223,6 +223,7 @@ def test_the_host_time_benchmark_measures_decode_steps_and_streaming(measured):
         # 15 steps follow the first token, and nothing the last.
         assert {part["count"] for part in parts} == {14}
         assert document["figures"][f"{rows} rows, streaming"]["count"] > 0
+        assert document["figures"][f"{rows} rows, in windows"]["count"] > 0
     assert document["limits"] == {}
 
 
