@@ -366,7 +366,7 @@ def _per_call(config: ContinuousBatchingConfig, overlap: Overlap) -> list[Decisi
         overlapped("use_async_batching", overlap.depth > 0, overlap.why_depth),
         overlapped("async_depth", overlap.depth, "steps in flight while the next one is planned"),
         overlapped("decode_window", overlap.window, overlap.why_window),
-        overlapped("max_window_latency", latency, "seconds of a window where tokens are followed or requests can come"),
+        overlapped("max_window_latency", latency, "seconds that a window takes at most, in a manager and in stream"),
         Decision(field="return_logprobs", asked=logprobs, used=logprobs, why="as asked"),
         Decision(field="seed", asked=seed, used="random" if seed is None else seed, why=drawn),
     ]

@@ -92,7 +92,7 @@ print(f"\n{lm.summary}")
 # ## The block tables
 #
 # A request's keys and values lie in blocks anywhere in the pool; its **block table** says where. These are the tables
-# half-way through the run:
+# half-way through the run. A block that stands in several of them holds what their prompts have in common:
 
 # %%
 middle = steps[len(steps) // 2]
@@ -102,7 +102,8 @@ print(f"{len(middle.state.waiting)} requests wait, and {middle.state.pool.num_fr
 
 # %% [markdown]
 # And this is the whole run: every block of the pool, at every step. A request takes blocks as it grows and gives all
-# of them back in the step after its last token; whoever waits moves in.
+# of them back in the step after its last token; whoever waits moves in. (A shared block has the colour of one of its
+# holders.)
 
 # %%
 plt.rcParams.update({"figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9})

@@ -146,8 +146,9 @@ plt.show()
 
 # %% [markdown]
 # Evictions go away, waiting goes away, and throughput rises, since more rows share each reading of the weights. The
-# point where a curve becomes flat is the pool to buy: beyond it blocks lie idle. Agents evict nobody even in the
-# smallest pool: a long prompt with a short answer comes with nearly all the blocks it will ever need. They only wait.
+# point where a curve becomes flat is the pool to buy: beyond it blocks lie idle (chat's still rises). Agents evict
+# nobody even in the smallest pool: a long prompt with a short answer comes with nearly all the blocks it will ever
+# need. They only wait.
 #
 # ## Margins
 #
@@ -173,10 +174,10 @@ draw(
 plt.show()
 
 # %% [markdown]
-# A margin buys fewer evictions with longer waiting. How much it takes depends on how much requests *grow* once they
-# run: little where prompts are long and answers short, much for reasoning, whose requests begin with a few blocks and
-# end with dozens. There is no best margin, only an exchange. And look back at the picture above: no margin does for a
-# pool what twice its size does.
+# A margin buys fewer evictions, a small one for nothing and a large one with longer waiting. How much it takes depends
+# on how much requests *grow* once they run: little where prompts are long and answers short, much for reasoning, whose
+# requests begin with a few blocks and end with dozens. There is no best margin, only an exchange. And look back at the
+# picture above: no margin does for a pool what twice its size does.
 #
 # ## A reserve delays, capacity cures
 #
@@ -262,9 +263,9 @@ plt.show()
 
 # %% [markdown]
 # Policies are apart where some of what is wanted again has to go; in a pool that holds it all none has anything to
-# decide. In one much too small for its sessions `lifo` finds most, since it keeps some of them whatever comes, and it
-# is behind elsewhere: docs/eviction.md has more workloads, and why the default is what it is. Again it is capacity
-# that moves the curve most.
+# decide. In one much too small for its sessions `lifo` finds most, since it keeps some of them whatever comes. These
+# are two workloads: docs/eviction.md has more, and why the default is what it is. Again it is capacity that moves the
+# curve most.
 
 # %% [markdown]
 # ## Your own trace

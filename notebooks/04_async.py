@@ -39,10 +39,10 @@ if "google.colab" in sys.modules:  # elsewhere nothing is installed
 # %% [markdown]
 # ## A device that takes five milliseconds
 #
-# On a CPU host and device are the same cores, so there is little to overlap. To see what happens elsewhere, here is a
-# **stand-in for a device**: the model is tiny and its answers are held back until a clock says that a device which
-# takes 5 ms a step, one step after another, would be done. The host's work is real, all of it. (`python -m
-# benchmarks.overlap` does this with a separate process as the device, and with a real model.)
+# On a CPU host and device are the same cores, so a model that keeps them busy has nothing to overlap with. To see what
+# happens elsewhere, here is a **stand-in for a device**: the model is tiny and its answers are held back until a clock
+# says that a device which takes 5 ms a step, one step after another, would be done. The host's work is real, all of it.
+# (`python -m benchmarks.overlap` does this with a separate process as the device, and with a real model.)
 
 # %%
 import time
@@ -173,9 +173,9 @@ panels[0].legend(ncols=5, fontsize=7, loc="upper right", bbox_to_anchor=(1, 1.6)
 plt.show()
 
 # %% [markdown]
-# In the first panel the device has a gap after every step: exactly as long as the host is not waiting. In the second
-# the next step is in its queue before the last one ends, and the host's work lies under it. In the third the host
-# comes by once in eight steps, so even a device much faster than this one would not wait for it.
+# In the first panel the device has a gap after every step, in which the host wakes up, reads, plans and dispatches. In
+# the second the next step is in its queue before the last one ends, and the host's work lies under it. In the third
+# the host comes by once in eight steps, so even a device much faster than this one would not wait for it.
 #
 # ## The same as figures
 
@@ -227,5 +227,6 @@ print()
 print(own_runs["sync"][-1][0])
 
 # %% [markdown]
-# On an accelerator both are on unless you say otherwise; on a CPU neither is, since the host's work and the steps share
-# the cores. `print(lm.session.resolved.report())` says what is used, and why.
+# On an accelerator both are on unless you say otherwise. On a CPU neither is, since the host's work and the steps share
+# the cores: a model as small as this one, whose steps leave cores idle, gains all the same, and one whose products fill
+# them (SmolLM2) gains nothing. `print(lm.session.resolved.report())` says what is used, and why.

@@ -94,7 +94,7 @@ def _summary(recording: Recording, *, quiet: bool) -> str:
         f"{counts['restores']} restores",
         "prefix cache": f"{counts['cached']} tokens found by {counts['admitted']} admissions",
         "engine": f"{counts['Start']} started, {counts['Reset']} aborted, {counts['Renew']} new weights",
-        "replay": "every plan is the recorded one",
+        "replay": "every plan is the recorded one" if counts["steps"] else "no step to compare",
     }
     return "\n".join(f"{label:<14}{text}" for label, text in lines.items())
 
