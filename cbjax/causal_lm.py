@@ -164,8 +164,10 @@ class CausalLM(ContinuousMixin):
 
     @params.setter
     def params(self, params: dict[Any, Any]) -> None:
+        from cbjax.models import check_same_params
+
         params = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
-        _check_same_shapes(self._params, params)
+        check_same_params(self._params, params)
         with self._changing_weights():
             self._params = params
 
@@ -182,29 +184,6 @@ class CausalLM(ContinuousMixin):
 
 def _description(config: DecoderConfig, dtype: str) -> str:
     return f"{config!r} in {dtype}"
-
-
-def _check_same_shapes(old: dict[Any, Any], new: dict[Any, Any]) -> None:
-    """Raises ValueError that names the first difference."""
-    before, after = (
-        {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (old, new)
-    )
-    for path in (*before, *after):
-        was, comes = _described(before.get(path)), _described(after.get(path))
-        if was != comes:
-            raise ValueError(
-                f"new params must have the structure, shapes and dtypes of the old ones; at {path} the old ones have "
-                f"{was} and the new ones {comes}"
-            )
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        raise ValueError("new params must be nested dicts as the old ones are")
-
-
-def _described(leaf: Any) -> str:
-    if leaf is None:
-        return "nothing"
-    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else repr(leaf)
 
 
 def _shapes_of(model: Model) -> tuple[tuple[LayerSpec, ...], int]:

@@ -69,7 +69,7 @@ class Job:
             if isinstance(error, GeneratorExit):
                 self._cancel()
             elif isinstance(error, Exception):
-                self.engine.abort(RequestStatus.FAILED, "failed", f"the engine stopped: {error}")
+                self.engine.abort(RequestStatus.FAILED, "failed", f"the engine stopped: {str(error) or repr(error)}")
             else:
                 self.engine.abort(RequestStatus.CANCELLED, "cancelled", "interrupted")
             raise

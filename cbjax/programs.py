@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,10 +37,11 @@ from cbjax.cache import (
 )
 from cbjax.descriptor import BatchDescriptor, Bucket, pack, packed_shape
 from cbjax.host_memory import give_back_freed_memory
+from cbjax.models import check_same_params
 from cbjax.models.products import ProductForm, product_form
 from cbjax.program_store import ProgramStore, StoredProgram, cache_hits
 from cbjax.scheduler import Offload, Restore, SchedulerConfig, TableDelta
-from cbjax.step import Bind, Model, SlotState, StepResult, initial_slots, make_step, write_table
+from cbjax.step import Bind, SlotState, StepResult, initial_slots, make_step, write_table
 
 # Entries one call writes; more are written by more calls, so that one program serves all.
 TABLE_ENTRIES = 256
@@ -209,7 +210,7 @@ class ModelDevice:
         start = time.perf_counter()
         kv = _shapes(self.cache.kv)
         if isinstance(key, Bucket):
-            step = make_step(self._bind_weights, key, self.cache.groups, self.config.num_words)
+            step = make_step(lambda w: self.bind(self._params(w)), key, self.cache.groups, self.config.num_words)
             weights, slots = _shapes((self.weights, self.slots))
             with product_form(self.products):
                 batch = packed_shape(key, self.config.num_words)
@@ -225,8 +226,9 @@ class ModelDevice:
         """The weights as the nested dict that a model is bound to."""
         return jax.tree.unflatten(self._structure, weights)
 
-    def _bind_weights(self, weights: Sequence[jax.Array]) -> Model:
-        return self.bind(self._params(weights))
+    def check_params(self, params: Mapping[Any, Any]) -> None:
+        """Raises ValueError, with the first difference, unless the programs can compute with these weights."""
+        check_same_params(self._params(self.weights), params)
 
     def _program(self, key: ProgramKey) -> Callable:
         program = self.programs.get(key)

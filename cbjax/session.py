@@ -191,11 +191,15 @@ class Session:
 
         Weights are the same if every array is the same `jax.Array`, so a dict that was changed in place is noticed,
         too. What a NumPy array holds can change unnoticed, so such weights always count as others.
+
+        Raises:
+          ValueError: they are not of the structure, shapes and dtypes that the programs are for; nothing changes.
         """
         weights = jax.tree.leaves(params)
         is_same = len(weights) == len(self.device.weights) and all(map(operator.is_, weights, self.device.weights))
-        # First, so that an interrupt leaves old weights with an old cache.
         if not (is_same and all(isinstance(array, jax.Array) for array in weights)):
+            self.device.check_params(params)
+            # First, so that an interrupt leaves old weights with an old cache.
             self.engine.renew()
         # A list of its own: what its owner puts into their dict takes effect here and nowhere else.
         self.device.weights = weights

@@ -16,6 +16,7 @@ BASE = {
     "max_batch_tokens": 256,
     "max_requests_per_batch": 16,
 }
+SMALL = {"block_size": 4, "num_blocks": 42, "max_blocks_per_request": 42}
 # Settings, the number of schedules, and what must have been seen in them.
 CONFIGS = {
     "roomy": ({"allow_block_sharing": False}, 16, {"decode", "mixed"}),
@@ -23,10 +24,11 @@ CONFIGS = {
     "chunks of 7": ({"max_batch_tokens": 7, "allow_block_sharing": False}, 4, {"mixed"}),
     "chunks of 7, cached": ({"max_batch_tokens": 7, "num_blocks": 64}, 12, {"cached"}),
     "chunks of 64": ({"max_batch_tokens": 64, "allow_block_sharing": False}, 12, {"decode", "mixed"}),
-    "soft resets": ({"num_blocks": 14, "scheduler_type": "prefill_first"}, 12, {"resets"}),
+    # Small blocks, so that requests come to lack some; the bits are compared with those of large ones.
+    "soft resets": (SMALL | {"scheduler_type": "prefill_first"}, 12, {"resets"}),
     "offload": ({"num_blocks": 14, "cpu_offload_space": 1.0, "allow_block_sharing": False}, 12, {"offloads"}),
     "offload, cached, chunks of 64": (
-        {"num_blocks": 14, "cpu_offload_space": 1.0, "max_batch_tokens": 64, "scheduler_type": "prefill_first"},
+        SMALL | {"cpu_offload_space": 1.0, "max_batch_tokens": 64, "scheduler_type": "prefill_first"},
         12,
         {"offloads", "cached"},
     ),

@@ -112,6 +112,21 @@ def test_b08_params_that_were_changed_in_place_are_noticed(lm, cold) -> None:
     assert_equal(run(lm, PROMPTS), cold)
 
 
+def test_params_of_another_structure_are_refused_with_the_place_and_nothing_is_lost(lm, cold) -> None:
+    """Weights go to the programs as a flat list, in which a renamed one could come to stand where another was."""
+    run(lm, PROMPTS)
+    layer = lm.params["layers"][0]["mlp"]
+    layer["w1"] = layer.pop("gate")
+    try:
+        with pytest.raises(
+            ValueError, match=r"at \['layers'\]\[0\]\['mlp'\]\['gate'\]\['weight'\] the old"
+        ):
+            run(lm, PROMPTS)
+    finally:
+        layer["gate"] = layer.pop("w1")
+    assert_equal(run(lm, PROMPTS), cold)
+
+
 def test_b08_numpy_params_that_were_changed_in_place_are_never_trusted(lm, cold) -> None:
     old = lm.params
     lm.params = jax.tree.map(np.array, old)

@@ -1,5 +1,6 @@
 """`cbjax generate --trace`, run in this process on a tiny model without a tokenizer."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -53,3 +54,19 @@ def test_a_trace_that_cannot_be_written_is_told_before_the_model_is_loaded(run, 
         status, out, err = run("--trace", path, model="no such model")
         assert (status, out) == (1, "")
         assert err.startswith(f"cbjax: --trace {path}: {why}")
+
+
+def test_a_disk_that_is_full_in_the_end_takes_no_answer_with_it(run, tmp_path, monkeypatch):
+    def full(path, pieces):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    expected = run()
+    monkeypatch.setattr("cbjax.timeline.timeline.write_whole", full)
+    monkeypatch.setattr("cbjax.cli.generate.write_whole", full)
+    trace, document = tmp_path / "trace.json", tmp_path / "all.json"
+    status, out, err = run("--trace", trace, "--json", document)
+    assert (status, out) == (1, expected[1])
+    assert "of wall clock" in err
+    assert "2 finished" in err
+    for option, path in (("--trace", trace), ("--json", document)):
+        assert f"cbjax: {option} {path} was not written: No space left on device" in err

@@ -92,15 +92,17 @@ def run(args: argparse.Namespace) -> int:
     inputs = [_as_input(prompt, args.chat, lm) for prompt in prompts]
     quiet = str(args.json) == "-"
     streams = len(inputs) == args.num_return_sequences == 1
+    unwritten: list[str] = []
     try:
-        with lm.record_to(args.record) if args.record else nullcontext(), _traced(lm, args.trace):
+        with lm.record_to(args.record) if args.record else nullcontext(), _traced(lm, args.trace, unwritten):
             if streams:
                 _stream(lm, inputs[0], generation, config, sys.stderr if quiet else sys.stdout)
             else:
                 lm.generate_batch(inputs, generation, config, progress_bar=True)
     finally:  # an interrupted run has outputs, too
         if args.json and lm.summary:
-            _write_json(args, lm)
+            with _noting(unwritten, "--json", args.json):
+                _write_json(args, lm)
     if not (streams or quiet):
         _show(lm.last_outputs.values())
     print(f"\n{lm.summary}", file=sys.stderr)
@@ -110,7 +112,9 @@ def run(args: argparse.Namespace) -> int:
     failed = [output for output in lm.last_outputs.values() if output.error]
     for output in failed:
         print(f"cbjax: {output.request_id} failed: {output.error}", file=sys.stderr)
-    return 1 if failed else 0
+    for note in unwritten:
+        print(f"cbjax: {note}", file=sys.stderr)
+    return 1 if failed or unwritten else 0
 
 
 def _check_place(option: str, path: Path | None) -> None:
@@ -124,8 +128,17 @@ def _check_place(option: str, path: Path | None) -> None:
 
 
 @contextmanager
-def _traced(lm: Any, path: Path | None) -> Iterator[None]:
-    """Writes the timeline of what runs inside, of an interrupted run, too."""
+def _noting(unwritten: list[str], option: str, path: Path) -> Iterator[None]:
+    """A file that cannot be written after all takes none of the answers with it."""
+    try:
+        yield
+    except OSError as error:
+        unwritten.append(f"{option} {path} was not written: {error.strerror or error}")
+
+
+@contextmanager
+def _traced(lm: Any, path: Path | None, unwritten: list[str]) -> Iterator[None]:
+    """Writes the timeline of what runs inside, of an interrupted run, too; notes it if that cannot be."""
     if path is None:
         yield
         return
@@ -133,8 +146,10 @@ def _traced(lm: Any, path: Path | None) -> Iterator[None]:
         try:
             yield
         finally:
-            timeline.save(path)
-            print(f"\n{timeline}\n\n{path}: open it in https://ui.perfetto.dev", file=sys.stderr)
+            print(f"\n{timeline}", file=sys.stderr)
+            with _noting(unwritten, "--trace", path):
+                timeline.save(path)
+                print(f"\n{path}: open it in https://ui.perfetto.dev", file=sys.stderr)
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Any]:

@@ -38,7 +38,9 @@ class Handler:
     def _run(self, output: GenerationOutput) -> None:
         try:
             self._callback(output)
-        except (Exception, SystemExit):  # `sys.exit` on the manager's thread would end nothing but the manager
+        except BaseException as error:  # on the manager's thread it would end the manager, and every request with it
+            if self._event_loop is not None and isinstance(error, KeyboardInterrupt):
+                raise  # a Ctrl-C, which the thread of an event loop can get
             log.exception("the handler of request %r raised", output.request_id)
 
 

@@ -172,7 +172,7 @@ class Loop:
             self.error = problem
             if not self._exiting:  # else the interpreter refuses threads and compilers, and nobody will read this
                 log.error("the manager's loop ends, and its requests fail", exc_info=problem)
-                status, error = RequestStatus.FAILED, f"the engine stopped: {problem}"
+                status, error = RequestStatus.FAILED, f"the engine stopped: {str(problem) or repr(problem)}"
         self._end(session, status, error)
 
     def _serve(self, engine: Engine) -> None:

@@ -73,3 +73,30 @@ def _split(config: DecoderConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Decode
     abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     return graphdef, flatten(cast(Params, nnx.to_pure_dict(state)))
+
+
+def check_same_params(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> None:
+    """Whether `new` can take the place of `old`.
+
+    Raises:
+      ValueError: another structure, shape or dtype; it names the first difference.
+    """
+    before, after = (
+        {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (old, new)
+    )
+    for path in (*before, *after):
+        was, comes = _described(before.get(path)), _described(after.get(path))
+        if was != comes:
+            raise ValueError(
+                f"new params must have the structure, shapes and dtypes of the old ones; at {path} the old ones have "
+                f"{was} and the new ones {comes}"
+            )
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise ValueError("new params must be nested dicts as the old ones are")
+
+
+def _described(leaf: Any) -> str:
+    if leaf is None:
+        return "nothing"
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else repr(leaf)
