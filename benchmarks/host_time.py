@@ -68,10 +68,13 @@ def streamed(lm: CausalLM, config: ContinuousBatchingConfig, hints: WorkloadHint
     from cbjax import GenerationConfig
 
     asked = GenerationConfig(max_new_tokens=hints.max_generated_length, eos_token_id=-1, do_sample=False)
-    with lm.timeline() as timeline, lm.continuous_batching_context_manager(asked, config, hints) as manager:
-        for ids in prompts(2 * rows, lm.vocab_size)[rows:]:
-            name = manager.add_request(ids, streaming=True)
-            manager.register_result_handler(name, lambda output: None)
+    manager = lm.init_continuous_batching(asked, config, hints)
+    for ids in prompts(2 * rows, lm.vocab_size)[rows:]:  # before the start, so that all run together
+        name = manager.add_request(ids, streaming=True)
+        manager.register_result_handler(name, lambda output: None)
+    with lm.timeline() as timeline:
+        manager.start()
+        manager.stop()
     return timeline.steps
 
 
@@ -86,6 +89,8 @@ def measure(rows: int, args: Namespace) -> dict[str, report.Figure]:
         num_blocks=rows * args.blocks_per_row,
         max_batch_tokens=2048,
         max_requests_per_batch=rows,
+        decode_buckets=[max(rows, 2)],  # two programs, since only the largest steps are looked at
+        mixed_buckets=[2048],
         use_async_batching=False,
         decode_window=1,
     )

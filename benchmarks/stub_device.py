@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from benchmarks.device_queue import DeviceQueue
 from cbjax import CausalLM, ContinuousBatchingConfig, WorkloadHints
 from cbjax.descriptor import BatchDescriptor, Bucket, packed_shape
-from cbjax.models import DecoderConfig
+from cbjax.models import DecoderConfig, abstract_params, build
 from cbjax.programs import ModelDevice, Program
 from cbjax.scheduler import MAX_WINDOW
 from cbjax.session import Session
@@ -40,7 +41,10 @@ def stub_model(*, max_positions: int = 8192) -> CausalLM:
         max_positions=max_positions,
         tie_embeddings=True,
     )
-    return CausalLM.from_config(config)
+    graphdef = build(config)
+    # Zeros, since nothing computes with them and random ones take a minute to compile.
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_params(config))
+    return CausalLM(lambda params: nnx.merge(graphdef, params), params, max_positions=max_positions, config=config)
 
 
 def stub_session(lm: CausalLM, config: ContinuousBatchingConfig, hints: WorkloadHints) -> Session:

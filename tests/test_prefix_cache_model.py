@@ -118,9 +118,7 @@ def test_params_of_another_structure_are_refused_with_the_place_and_nothing_is_l
     layer = lm.params["layers"][0]["mlp"]
     layer["w1"] = layer.pop("gate")
     try:
-        with pytest.raises(
-            ValueError, match=r"at \['layers'\]\[0\]\['mlp'\]\['gate'\]\['weight'\] the old"
-        ):
+        with pytest.raises(ValueError, match=r"at \['layers'\]\[0\]\['mlp'\]\['gate'\]\['weight'\] the old"):
             run(lm, PROMPTS)
     finally:
         layer["gate"] = layer.pop("w1")
