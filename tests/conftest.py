@@ -12,6 +12,8 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+pytest_plugins = ["benchmark_fixtures"]
+
 
 # Files that take longest. Workers take whole files, since their tests share models, and these first: else one of them
 # would be left alone with the last.
