@@ -19,6 +19,10 @@ MAX_COMPILE_LEVEL = 3
 # Steps in flight; what the scheduler's rules were proved for.
 MAX_ASYNC_DEPTH = 3
 
+# Attention implementations, and what transformers puts before the names of its own.
+ATTENTIONS = ("pallas", "xla", "eager")
+_PAGED = "paged|"
+
 # Fields that exist for compatibility or are to come: the values that ask for nothing this version cannot do.
 _WITHOUT_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
     "use_cuda_graph": ((None, False), "every step is one compiled program already"),
@@ -63,6 +67,8 @@ class ContinuousBatchingConfig:
       scheduler_type: "fifo" or "prefill_first".
       safety_margin: fraction of the pool below which waiting requests are held back. None: 0.15 for fifo, 0.0 for
         prefill_first.
+      attn_implementation: "pallas" (kernels for TPUs), "xla" (portable) or "eager" (a token at a time, to compare
+        with); also with transformers' "paged|" before it. None: what suits the device.
       return_logprobs: log-probability of each generated token.
       per_request_processors: sampling settings per request; always possible here, so both values are accepted.
       seed: of requests that have none of their own. None: drawn anew for each call.
@@ -95,6 +101,7 @@ class ContinuousBatchingConfig:
     safety_margin: float | None = None
     cpu_offload_space: float = 0.0
     cpu_offload_space_safety_threshold: float = 0.8
+    attn_implementation: str | None = None
     return_logprobs: bool = False
     per_request_processors: bool = False
     max_queue_size: int = 0
@@ -140,6 +147,7 @@ class ContinuousBatchingConfig:
             check_bool(name, getattr(self, name))
         scheduler_named(self.scheduler_type)
         eviction_named(self.eviction_policy)
+        self._check_attention()
         set_checked_ints(self, ("default_compile_level",), minimum=0)
         if self.default_compile_level > MAX_COMPILE_LEVEL:
             raise ValueError(
@@ -154,6 +162,19 @@ class ContinuousBatchingConfig:
             value = getattr(self, name)
             if not any(value is ok or (type(value) is type(ok) and value == ok) for ok in accepted):
                 raise ValueError(f"{name}={value!r} has no effect yet: {why}; leave it at {accepted[0]!r}")
+
+    def _check_attention(self) -> None:
+        """Takes transformers' prefix off the name, and checks it."""
+        given = self.attn_implementation
+        if given is None:
+            return
+        bare = given.removeprefix(_PAGED) if isinstance(given, str) else given
+        if bare not in ATTENTIONS:
+            raise ValueError(
+                f"attn_implementation must be one of {', '.join(ATTENTIONS)} (with {_PAGED!r} before it or not), or "
+                f"None for what suits the device; got {given!r}"
+            )
+        object.__setattr__(self, "attn_implementation", bare)
 
     def _check_rungs(self, name: str, minimum: int, budget_name: str) -> None:
         """Replaces the field by a tuple of ints that ascend from `minimum` to the budget, if there is one."""

@@ -30,10 +30,8 @@ from cbjax.cache import (
     PagedAttentionCache,
     blocks_per_call,
     calls,
-    copy_blocks,
-    gather_blocks,
+    lower_block_program,
     reads_first,
-    scatter_blocks,
 )
 from cbjax.descriptor import BatchDescriptor, Bucket, pack, packed_shape
 from cbjax.host_memory import give_back_freed_memory
@@ -200,7 +198,7 @@ class ModelDevice:
         """Everything that `_lower` makes a program from is in it."""
         if isinstance(key, Bucket):
             params = {"params": self._params(self.weights), "batch": packed_shape(key, self.config.num_words)}
-            name = f"{key} of {self.cache.groups!r} with {self.products.name}"
+            name = f"{key} of {self.cache.store!r} with {self.products.name}"
         else:
             params, name = {}, f"{key} of {self._blocks_per_call} blocks, {TABLE_ENTRIES} entries"
         return store.path(name, {"kv": self.cache.kv, "slots": self.slots, **params})
@@ -210,7 +208,7 @@ class ModelDevice:
         start = time.perf_counter()
         kv = _shapes(self.cache.kv)
         if isinstance(key, Bucket):
-            step = make_step(lambda w: self.bind(self._params(w)), key, self.cache.groups, self.config.num_words)
+            step = make_step(lambda w: self.bind(self._params(w)), key, self.cache.store, self.config.num_words)
             weights, slots = _shapes((self.weights, self.slots))
             with product_form(self.products):
                 batch = packed_shape(key, self.config.num_words)
@@ -219,7 +217,7 @@ class ModelDevice:
             entries = jax.ShapeDtypeStruct((4, TABLE_ENTRIES), np.int32)
             lowered = jax.jit(write_table, donate_argnums=0).lower(_shapes(self.slots.table), entries)
         else:
-            lowered = _lower_block_program(key, kv, _ids(self._blocks_per_call))
+            lowered = lower_block_program(key, kv, _ids(self._blocks_per_call), self.cache.block_axis)
         return lowered, time.perf_counter() - start
 
     def _params(self, weights: Sequence[Any]) -> Any:
@@ -357,16 +355,6 @@ def _program_of(
 
 def _name(key: ProgramKey) -> str:
     return str(key) if isinstance(key, Bucket) else OTHER_PROGRAMS[key][0]
-
-
-def _lower_block_program(key: str, kv: list[jax.ShapeDtypeStruct], ids: jax.ShapeDtypeStruct) -> jax.stages.Lowered:
-    """One of the programs that move whole blocks, for a store and ids of these shapes."""
-    if key == "gather":
-        return jax.jit(gather_blocks).lower(kv, ids)
-    if key == "scatter":
-        return jax.jit(scatter_blocks, donate_argnums=0).lower(kv, jax.eval_shape(gather_blocks, kv, ids), ids)
-    assert key == "copy", f"there is no program {key!r}"
-    return jax.jit(copy_blocks, donate_argnums=0).lower(kv, ids, ids)
 
 
 @contextmanager

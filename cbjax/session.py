@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from cbjax.attention import LayerGroups, layer_groups
+from cbjax.attention import Attention, AttentionChoice, LayerGroups, choose_attention, layer_groups, store_spec
 from cbjax.cache import (
     CALLS_IN_FLIGHT,
     HostTier,
     PagedAttentionCache,
     blocks_per_call,
     layout_factor,
-    store_specs,
 )
 from cbjax.compilation_cache import enable_compilation_cache, program_folder
 from cbjax.compile_plan import CompilePlan, plan_programs
@@ -50,8 +49,9 @@ class Session:
     def __init__(self, lm: CausalLM, config: ContinuousBatchingConfig, hints: WorkloadHints) -> None:
         self.key = session_key(config)
         groups = layer_groups(lm.layers, max_positions=lm.max_positions)
-        self.model_facts = model_facts(lm, groups, config.block_size)
         self.machine: MachineFacts = machine_facts()
+        choice = attention_of(lm, config, self.machine)
+        self.model_facts = model_facts(lm, groups, config.block_size, choice.attention)
         cache_in_use = enable_compilation_cache() if config.compilation_cache else "off, as asked"
         resolved = resolve(config, hints, self.machine, self.model_facts)
         decision = Decision(
@@ -60,11 +60,18 @@ class Session:
             used=cache_in_use,
             why="compiled programs on disk",
         )
-        decisions = (*resolved.decisions, decision, layer_groups_decision(groups))
+        attention = Decision(
+            field="attn_implementation", asked=config.attn_implementation, used=choice.used, why=choice.why
+        )
+        decisions = (*resolved.decisions, attention, decision, layer_groups_decision(groups))
         self.resolved: ResolvedConfig = replace(resolved, decisions=decisions)
         scheduler = resolved.scheduler
         cache = PagedAttentionCache(
-            groups, num_blocks=scheduler.num_blocks, block_size=scheduler.block_size, dtype=lm.dtype
+            groups,
+            num_blocks=scheduler.num_blocks,
+            block_size=scheduler.block_size,
+            dtype=lm.dtype,
+            attention=choice.attention,
         )
         host_tier = HostTier(self.machine.host_memory.kind) if resolved.host_blocks else None
         folder = program_folder() if config.compilation_cache and lm.description else None
@@ -223,13 +230,28 @@ def layer_groups_decision(groups: LayerGroups) -> Decision:
     return Decision(field="layer_groups", asked=None, used=str(groups), why=why)
 
 
-def model_facts(lm: CausalLM, groups: LayerGroups, block_size: int) -> ModelFacts:
+def attention_of(lm: CausalLM, config: ContinuousBatchingConfig, machine: MachineFacts) -> AttentionChoice:
+    """Who attends, for this model on this machine.
+
+    Raises:
+      NotImplementedError: what was asked for cannot be.
+    """
+    return choose_attention(
+        config.attn_implementation,
+        platform=machine.platform,
+        layers=lm.layers,
+        block_size=config.block_size,
+        dtype=lm.dtype,
+    )
+
+
+def model_facts(lm: CausalLM, groups: LayerGroups, block_size: int, attention: Attention) -> ModelFacts:
     """Sizes of a model's cells, weights and temporaries, in bytes.
 
     The temporaries are estimates: a step keeps a few activations of a token alive at a time, and three float32 images
     of a row of logits (the logits, the sampler's blocks of them, and their exponentials).
     """
-    specs = store_specs(groups, num_blocks=1, block_size=block_size, dtype=lm.dtype)
+    specs = store_spec(groups, num_blocks=1, block_size=block_size, dtype=lm.dtype, attention=attention).arrays
     widest = max(layer.num_heads * layer.head_dim for layer in lm.layers)
     weights = jax.tree.leaves(lm.params)
     return ModelFacts(
@@ -249,7 +271,9 @@ def model_facts(lm: CausalLM, groups: LayerGroups, block_size: int) -> ModelFact
 def planned_memory(lm: CausalLM, config: ContinuousBatchingConfig, hints: WorkloadHints) -> MemoryPlan:
     """The memory plan of a session that does not exist, with the memory that is free now."""
     groups = layer_groups(lm.layers, max_positions=lm.max_positions)
-    return resolve(config, hints, machine_facts(), model_facts(lm, groups, config.block_size)).memory
+    machine = machine_facts()
+    attention = attention_of(lm, config, machine).attention
+    return resolve(config, hints, machine, model_facts(lm, groups, config.block_size, attention)).memory
 
 
 def rounded(hints: WorkloadHints) -> WorkloadHints:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from cbjax.attention import Attend, LayerGroups, PagedAttend, prepare_batch
+from cbjax.attention import Attend, PagedAttend, StoreSpec
 from cbjax.descriptor import BatchDescriptor, Bucket, unpack
 from cbjax.sampling.sample import Sampled, sample
 from cbjax.scheduler import MAX_WINDOW
@@ -76,7 +76,7 @@ def initial_slots(*, num_slots: int, num_groups: int, max_blocks: int, num_block
     )
 
 
-def make_step(bind: Bind, bucket: Bucket, groups: LayerGroups, num_words: int) -> Callable:
+def make_step(bind: Bind, bucket: Bucket, store: StoreSpec, num_words: int) -> Callable:
     """The step of one bucket, to be jitted with its second and third argument donated."""
 
     def step(
@@ -95,11 +95,11 @@ def make_step(bind: Bind, bucket: Bucket, groups: LayerGroups, num_words: int) -
         if bucket.kind == "decode":
             carry = jax.lax.while_loop(
                 lambda carry: (carry.step < batch.window) & jnp.any(_runs(carry, batch)),
-                lambda carry: _decode(bind(params), carry, slots, batch, bucket, groups),
+                lambda carry: _decode(bind(params), carry, slots, batch, bucket, store),
                 carry,
             )
         else:
-            carry, sampled = _forward(bind(params), carry, slots, batch, bucket, groups, batch.context_len)
+            carry, sampled = _forward(bind(params), carry, slots, batch, bucket, store, batch.context_len)
             carry = _advance(carry, sampled, batch, _runs(carry, batch))
         trash = slots.last_token.shape[0] - 1
         writes = jnp.where(batch.emits, batch.slot, trash)
@@ -148,12 +148,12 @@ def _runs(carry: _Carry, batch: BatchDescriptor) -> jax.Array:
 
 
 def _decode(
-    model: Model, carry: _Carry, slots: SlotState, batch: BatchDescriptor, bucket: Bucket, groups: LayerGroups
+    model: Model, carry: _Carry, slots: SlotState, batch: BatchDescriptor, bucket: Bucket, store: StoreSpec
 ) -> _Carry:
     """One step of a window."""
     runs = _runs(carry, batch)
     context = jnp.where(runs, batch.context_len + carry.step, 0)
-    carry, sampled = _forward(model, carry, slots, batch, bucket, groups, context)
+    carry, sampled = _forward(model, carry, slots, batch, bucket, store, context)
     return _advance(carry, sampled, batch, runs)
 
 
@@ -163,27 +163,21 @@ def _forward(
     slots: SlotState,
     batch: BatchDescriptor,
     bucket: Bucket,
-    groups: LayerGroups,
+    store: StoreSpec,
     context_len: jax.Array,
 ) -> tuple[_Carry, Sampled]:
     """Computes and samples once; `context_len` i32[rows] is 0 in rows that are padding."""
-    # What does not depend on a group's table is the same in all of them, and the compiler keeps one.
-    pages = [
-        prepare_batch(
-            slots.table[group],
-            batch.slot,
-            batch.q_start,
-            context_len,
-            batch.num_rows,
-            num_tokens=bucket.tokens,
-            block_size=carry.kv[0].shape[3],
-            num_blocks=carry.kv[0].shape[2] - 2,
-            single_token_rows=bucket.kind == "decode",
-        )
-        for group in range(len(groups.windows))
-    ]
-    attend = PagedAttend(carry.kv, pages, groups)
-    hidden = model.hidden(carry.tokens, pages[0].position, attend)
+    steps = store.prepare(
+        slots.table,
+        batch.slot,
+        batch.q_start,
+        context_len,
+        batch.num_rows,
+        num_tokens=bucket.tokens,
+        single_token_rows=bucket.kind == "decode",
+    )
+    attend = PagedAttend(carry.kv, steps, store)
+    hidden = model.hidden(carry.tokens, steps[0].position, attend)
     last = jnp.maximum(batch.q_start[1:] - 1, 0)
     with jax.named_scope("logits"):
         logits = model.logits(hidden[last]).astype(jnp.float32)

@@ -23,7 +23,8 @@ class RunSummary:
       prompt_tokens: of requests that ran; of several continuations of a prompt once.
       seconds: from the first submission to the last end, warm-up not counted.
       first_token: median and maximum of the times to first token; None if no token came.
-      steps: by bucket kind.
+      steps: dispatches by bucket kind.
+      windows: those of several decode steps, by their number of steps.
       compiled, compile_seconds, programs: how many were compiled for this call, the time that took, their names.
       peak_blocks, num_blocks: most held at one time, and the pool.
       cached_tokens: prompt tokens found in the prefix cache.
@@ -38,6 +39,7 @@ class RunSummary:
     seconds: float
     first_token: tuple[float, float] | None
     steps: dict[str, int]
+    windows: dict[int, int]
     compiled: int
     compile_seconds: float
     programs: tuple[str, ...]
@@ -67,12 +69,15 @@ class RunSummary:
         if self.offloads:
             pressure.append(f"{self.offloads} offloads, {self.copied_bytes / 2**20:.1f} MiB copied")
         why = self.why_uncached or ""
+        steps = ", ".join(f"{count} {kind}" for kind, count in self.steps.items()) or "none"
+        if self.windows:
+            steps += f" (windows: {', '.join(f'{count} of {size} steps' for size, count in self.windows.items())})"
         return [
             ("requests", ", ".join(f"{count} {name}" for name, count in self.requests.items()) or "none"),
             ("tokens", f"{self.prompt_tokens} prompt, {self.generated_tokens} generated"),
             ("speed", f"{self.tokens_per_second:.1f} generated tokens/s over {self.seconds:.2f} s"),
             ("first token", first),
-            ("steps", ", ".join(f"{count} {kind}" for kind, count in self.steps.items()) or "none"),
+            ("steps", steps),
             ("programs compiled", compiled if self.compiled else "0"),
             ("blocks", f"{self.peak_blocks} of {self.num_blocks} used at most"),
             ("prefix cache", f"{self.cached_tokens} prompt tokens found" + (why and f": {why}")),
@@ -109,6 +114,7 @@ def summarize(
         seconds=seconds,
         first_token=(statistics.median(first), max(first)) if first else None,
         steps=dict(kinds),
+        windows=dict(sorted(stats.windows.items())),
         compiled=len(programs),
         compile_seconds=warmup_seconds or sum(program.seconds for program in programs),
         programs=tuple(program.name for program in programs),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cbjax.attention import KVSpec, LayerGroups, LayerSpec, layer_groups, paged_attention
+from cbjax.attention import KVSpec, LayerGroups, LayerSpec, StoreSpec, layer_groups, paged_attention, store_spec
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 kernel = jax.jit(paged_attention, static_argnames=("scale", "window", "soft_cap", "single_token_rows"))
@@ -77,6 +77,12 @@ def one_group(num_layers: int, spec: KVSpec, window: int | None = None) -> Layer
         num_heads=spec.num_kv_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, window=window
     )
     return layer_groups([layer] * num_layers)
+
+
+def one_store(num_layers: int, spec: KVSpec) -> StoreSpec:
+    """A store of as many such arrays, of layers that see their whole context."""
+    groups = one_group(num_layers, spec)
+    return store_spec(groups, num_blocks=spec.num_blocks, block_size=spec.block_size, dtype=spec.dtype)
 
 
 def make_inputs(spec: KVSpec, num_tokens: int, seed: int = 0, heads: int = HEADS) -> tuple[np.ndarray, ...]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_rows import one_group
+from paged_rows import one_store
 
 from cbjax.attention import DenseAttend, KVSpec, LayerSpec, PagedAttend, prepare_batch, record_layers
 
@@ -158,7 +158,7 @@ def make_paged(layers: int = 2) -> PagedAttend:
         block_size=SPEC.block_size,
         num_blocks=SPEC.num_blocks,
     )
-    return PagedAttend([SPEC.zeros()] * layers, [batch], one_group(layers, SPEC))
+    return PagedAttend([SPEC.zeros()] * layers, [batch], one_store(layers, SPEC))
 
 
 def test_paged_equals_dense_and_hands_back_the_stores():

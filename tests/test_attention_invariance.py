@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from paged_rows import Row, make_table, one_group, pack
+from paged_rows import Row, make_table, one_store, pack
 
 from cbjax.attention import KVSpec, PagedAttend, prepare_batch
 from cbjax.models import DecoderConfig, build, init_params
@@ -42,7 +42,7 @@ def run_step(graphdef, params, kv, tokens, positions, step, *, spec, single_toke
         num_blocks=spec.num_blocks,
         single_token_rows=single_token_rows,
     )
-    model, attend = nnx.merge(graphdef, params), PagedAttend(kv, [batch], one_group(len(kv), spec))
+    model, attend = nnx.merge(graphdef, params), PagedAttend(kv, [batch], one_store(len(kv), spec))
     hidden = model.hidden(tokens, positions, attend)
     last = jnp.clip(step[2][1:] - 1, 0, tokens.shape[0] - 1)
     return model.logits(hidden[last]), attend.kv

@@ -32,6 +32,7 @@ BATCHING_DEFAULTS = {
     "max_queue_size": 0,
 }
 OWN_DEFAULTS = {
+    "attn_implementation": None,
     "batch_invariant": False,
     "async_depth": None,
     "decode_window": None,

@@ -161,7 +161,7 @@ def test_the_summary_counts_what_was_done(lm):
     assert summary.requests == {"finished": 5, "failed": 1}
     assert (summary.prompt_tokens, summary.generated_tokens) == (36, 30)
     # All prompts fit one step; each further token but the last takes one more.
-    assert summary.steps == {"mixed": 1, "decode": 5}
+    assert (summary.steps, summary.windows) == ({"mixed": 1, "decode": 5}, {})
     # Of 4 tokens each: 8, 6, 14, 7 and 26 cells.
     assert (summary.peak_blocks, summary.num_blocks) == (2 + 2 + 4 + 2 + 7, 64)
     assert (summary.soft_resets, summary.recomputed_tokens) == (0, 0)
@@ -179,6 +179,16 @@ def test_the_summary_counts_what_was_done(lm):
         "prefix cache",
         "KV pressure",
     ]
+
+
+def test_the_summary_tells_windows_from_single_steps(lm):
+    lm.generate_batch(PROMPTS, GREEDY, batching(decode_window=4))
+    summary = lm.summary
+    assert summary.windows
+    alone = summary.steps["decode"] - sum(summary.windows.values())
+    assert alone + sum(size * count for size, count in summary.windows.items()) == 5
+    for size, count in summary.windows.items():
+        assert f"{count} of {size} steps" in str(summary)
 
 
 def test_invariant_6_what_the_caller_hands_in_is_not_changed(lm):

@@ -6,8 +6,7 @@ import pytest
 from machines import DEPTHS, POLICIES, Loop, make_config, make_request
 
 from cbjax import ContinuousBatchingConfig, WorkloadHints
-from cbjax.attention import LayerSpec, layer_groups
-from cbjax.cache import store_specs
+from cbjax.attention import LayerSpec, layer_groups, store_spec
 from cbjax.machine import MachineFacts
 from cbjax.resolve import ModelFacts, resolve
 from cbjax.scheduler import add, held_together, initial_state, most_columns, most_held
@@ -42,7 +41,7 @@ def test_layers_are_dealt_into_groups_of_equal_size(windows, groups, arrays, pad
     for window, (group, array) in zip(windows, dealt.places, strict=True):
         assert dealt.windows[group] == window
         assert 0 <= array < arrays
-    specs = store_specs(dealt, num_blocks=6, block_size=4, dtype="float32")
+    specs = store_spec(dealt, num_blocks=6, block_size=4, dtype="float32").arrays
     assert [spec.num_blocks for spec in specs] == [6] * arrays
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,31 +85,28 @@ def prepare_batch(
             no prefill part.
     """
     rows = slot.shape[0]
-    if single_token_rows and rows != num_tokens:
-        raise ValueError(f"single_token_rows needs as many rows as tokens ({num_tokens}). Got {rows} rows.")
     row = jnp.arange(rows, dtype=jnp.int32)
-    count = jnp.where((row < num_rows) & (context_len > 0), q_start[1:] - q_start[:-1], 0)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    if single_token_rows:
-        token_row = token
-    else:
-        token_row = jnp.searchsorted(q_start[1:], token, side="right").astype(jnp.int32)
-    token_row_read = jnp.minimum(token_row, rows - 1)
-    offset = token - q_start[:-1][token_row_read]
-    real = (token_row < num_rows) & (offset < count[token_row_read])
-    position = jnp.where(real, (context_len - count)[token_row_read] + offset, 0)
-    block = table[slot[token_row_read], position // block_size]
-    write_trash = (num_blocks + 1) * block_size
-    write_index = jnp.where(real, block * block_size + position % block_size, write_trash)
+    places = token_places(
+        table,
+        slot,
+        q_start,
+        context_len,
+        num_rows,
+        num_tokens=num_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        single_token_rows=single_token_rows,
+    )
+    count = new_tokens(q_start, context_len, num_rows)
 
     decode_context = jnp.where(count == 1, context_len, 0)
     order = jnp.argsort(-decode_context).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(row)
-    token_decode = jnp.where(real & (count == 1)[token_row_read], place[token_row_read], -1)
+    token_decode = jnp.where(places.real & (count == 1)[places.row], place[places.row], -1)
     return PagedBatch(
         table=table,
-        position=position,
-        write_index=write_index,
+        position=places.position,
+        write_index=places.write_index,
         decode_token=jnp.where(decode_context > 0, q_start[:-1], 0)[order],
         decode_slot=slot[order],
         decode_context=decode_context[order],
@@ -118,6 +116,57 @@ def prepare_batch(
         num_blocks=num_blocks,
         single_token_rows=single_token_rows,
     )
+
+
+class TokenPlaces(NamedTuple):
+    """Of each flat token: its row, its place in that row, whether it is real, and where it is written.
+
+    row: i32[tokens]; position: i32[tokens], 0 for padding; real: bool[tokens]; write_index: i32[tokens], token index in
+    the flat pool, the write trash for padding.
+    """
+
+    row: jax.Array
+    position: jax.Array
+    real: jax.Array
+    write_index: jax.Array
+
+
+def new_tokens(q_start: jax.Array, context_len: jax.Array, num_rows: jax.Array) -> jax.Array:
+    """i32[rows], the new tokens of each row; 0 for padding."""
+    row = jnp.arange(context_len.shape[0], dtype=jnp.int32)
+    return jnp.where((row < num_rows) & (context_len > 0), q_start[1:] - q_start[:-1], 0)
+
+
+def token_places(
+    table: jax.Array,
+    slot: jax.Array,
+    q_start: jax.Array,
+    context_len: jax.Array,
+    num_rows: jax.Array,
+    *,
+    num_tokens: int,
+    block_size: int,
+    num_blocks: int,
+    single_token_rows: bool,
+) -> TokenPlaces:
+    """Arguments are those of `prepare_batch`."""
+    rows = slot.shape[0]
+    if single_token_rows and rows != num_tokens:
+        raise ValueError(f"single_token_rows needs as many rows as tokens ({num_tokens}). Got {rows} rows.")
+    count = new_tokens(q_start, context_len, num_rows)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    if single_token_rows:
+        token_row = token
+    else:
+        token_row = jnp.searchsorted(q_start[1:], token, side="right").astype(jnp.int32)
+    row = jnp.minimum(token_row, rows - 1)
+    offset = token - q_start[:-1][row]
+    real = (token_row < num_rows) & (offset < count[row])
+    position = jnp.where(real, (context_len - count)[row] + offset, 0)
+    block = table[slot[row], position // block_size]
+    write_trash = (num_blocks + 1) * block_size
+    write_index = jnp.where(real, block * block_size + position % block_size, write_trash)
+    return TokenPlaces(row=row, position=position, real=real, write_index=write_index)
 
 
 def _tiles(

@@ -7,7 +7,7 @@ at a time and is worth the same memory in each.
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cbjax.attention.contract import LayerSpec
 
@@ -23,11 +23,13 @@ class LayerGroups:
         windows: of each group, in tokens; None is the whole context.
         shapes: (kv_heads, head_dim) of each array of the store.
         places: (group, array) of each layer.
+        most_queries: query heads of a kv head, at most.
     """
 
     windows: tuple[int | None, ...]
     shapes: tuple[tuple[int, int], ...]
     places: tuple[tuple[int, int], ...]
+    most_queries: int = 1
 
     @property
     def num_padded(self) -> int:
@@ -58,7 +60,8 @@ def layer_groups(layers: Sequence[LayerSpec], *, max_positions: int | None = Non
     most = max(map(len, kinds.values()))
     dealt = [_deal(kinds, len(layers), split) for split in range(1, most + 1)]
     allowed = _PADDING_SHARE * len(layers)
-    return min(dealt, key=lambda groups: (max(groups.num_padded, allowed), len(groups.windows)))
+    best = min(dealt, key=lambda groups: (max(groups.num_padded, allowed), len(groups.windows)))
+    return replace(best, most_queries=max(layer.num_heads // layer.num_kv_heads for layer in layers))
 
 
 def _deal(kinds: dict[tuple[int | None, tuple[int, int]], list[int]], num_layers: int, split: int) -> LayerGroups:

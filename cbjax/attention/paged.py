@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.extend.core
 
-from cbjax.attention.batch import PagedBatch
 from cbjax.attention.contract import layer_spec
-from cbjax.attention.groups import LayerGroups
-from cbjax.attention.xla import attend_batch
+from cbjax.attention.implementation import Attention
+from cbjax.attention.store import StoreSpec
 
 
 class PagedAttend:
@@ -19,10 +19,10 @@ class PagedAttend:
     `jax.checkpoint`, `jax.lax.scan` or `jax.vmap` the new arrays would belong to the inner trace and leak.
     """
 
-    def __init__(self, kv: Sequence[jax.Array], batches: Sequence[PagedBatch], groups: LayerGroups):
-        """kv: the store's arrays, `KVSpec.shape`; batches: of each group, from `prepare_batch` with its table."""
+    def __init__(self, kv: Sequence[jax.Array], steps: Sequence[Any], store: StoreSpec):
+        """kv: the store's arrays; steps: of each group, from `StoreSpec.prepare`."""
         self._kv = list(kv)
-        self._batches, self._groups = tuple(batches), groups
+        self._steps, self._store = tuple(steps), store
         self._trace = _current_trace()
 
     @property
@@ -49,43 +49,54 @@ class PagedAttend:
                 "call it outside jax.checkpoint, jax.vmap and jax.lax.scan; in a scan over layers call "
                 "cbjax.attention.paged_attention, which takes and returns the KV array."
             )
-        places = self._groups.places
+        groups = self._store.groups
+        places = groups.places
         if not 0 <= layer < len(places):
             raise ValueError(f"attend, layer {layer}: the KV store has {len(places)} layers, 0 to {len(places) - 1}.")
         group, array = places[layer]
-        held = self._groups.windows[group]
+        held = groups.windows[group]
         if held is not None and (window is None or window > held):
             raise ValueError(
                 f"attend, layer {layer}: the KV store keeps the last {held} tokens of this layer, as its recorded call "
                 f"asked. Got window {window}; a layer's window must not depend on the call."
             )
-        kv = self._kv[array]
-        if (kv.shape[1], kv.shape[4]) != (spec.num_kv_heads, spec.head_dim):
+        kv_heads, head_dim = groups.shapes[array]
+        if (kv_heads, head_dim) != (spec.num_kv_heads, spec.head_dim):
             raise ValueError(
-                f"attend, layer {layer}: the KV store has {kv.shape[1]} kv heads of {kv.shape[4]}. "
+                f"attend, layer {layer}: the KV store has {kv_heads} kv heads of {head_dim}. "
                 f"Got {spec.num_kv_heads} of {spec.head_dim}."
             )
         out, self._kv[array] = _attend(
-            q, k, v, kv, self._batches[group], sinks, scale=scale, window=window, soft_cap=soft_cap
+            self._store.attention,
+            q,
+            k,
+            v,
+            self._kv[array],
+            self._steps[group],
+            sinks,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
         )
         return out
 
 
 # Traced once for all layers of a shape instead of once per layer.
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
+@partial(jax.jit, static_argnums=0, static_argnames=("scale", "window", "soft_cap"))
 def _attend(
+    attention: Attention,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     kv: jax.Array,
-    batch: PagedBatch,
+    step: Any,
     sinks: jax.Array | None,
     *,
     scale: float | None,
     window: int | None,
     soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    return attend_batch(q, k, v, kv, batch, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    return attention.attend(q, k, v, kv, step, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
 
 
 def _current_trace() -> object:

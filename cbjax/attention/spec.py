@@ -2,14 +2,22 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
 
+if TYPE_CHECKING:
+    from pallas_kernels.paged_attention import KVLayout
+
+# head_major: [2, kv_heads, num_blocks + 2, block_size, head_dim], K then V, for gathers of XLA.
+# block_major: a block is one piece of memory, as the TPU kernels copy it (`KVLayout`).
+type LayoutName = Literal["head_major", "block_major"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
-    """One layer's KV array, `[2, kv_heads, num_blocks + 2, block_size, head_dim]` (K then V, head-major).
+    """One layer's KV array, in the layout of the attention implementation that reads it.
 
     The two blocks after the `num_blocks` that an allocator hands out are reserved: padding reads the first and
     writes the second, and nothing that is in them can reach an output. `read_trash`, `sentinel` and `write_trash` are
@@ -21,6 +29,7 @@ class KVSpec:
         block_size: tokens per block.
         num_blocks: blocks that can be handed out.
         dtype: dtype that keys and values are rounded to.
+        layout: the order of the axes.
     """
 
     num_kv_heads: int
@@ -28,6 +37,7 @@ class KVSpec:
     block_size: int
     num_blocks: int
     dtype: jax.typing.DTypeLike = jnp.float32
+    layout: LayoutName = "head_major"
 
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "head_dim", "block_size", "num_blocks"):
@@ -37,6 +47,9 @@ class KVSpec:
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"dtype must be a floating dtype. Got {dtype}.")
         object.__setattr__(self, "dtype", dtype)
+        if self.layout == "block_major":
+            self.blocks  # noqa: B018 (raises where the kernels have no form for it)
+            return
         slots = 2 * self.num_kv_heads * (self.num_blocks + 2) * self.block_size
         if slots >= 2**31:
             raise ValueError(
@@ -45,14 +58,34 @@ class KVSpec:
             )
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
+    def blocks(self) -> "KVLayout":
+        """The kernels' own description of a `block_major` store."""
+        from pallas_kernels.paged_attention import KVLayout
+
+        return KVLayout(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            dtype=self.dtype,
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
         """Shape of one layer's array."""
+        if self.layout == "block_major":
+            return self.blocks.shape
         return (2, self.num_kv_heads, self.num_blocks + 2, self.block_size, self.head_dim)
 
     @property
+    def block_axis(self) -> int:
+        """The axis that block ids count."""
+        return 0 if self.layout == "block_major" else 2
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block in one layer, keys and values together."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * jnp.dtype(self.dtype).itemsize
+        """Bytes of one block in one layer, keys and values together, with what the layout pads."""
+        return self.layer_bytes // (self.num_blocks + 2)
 
     @property
     def layer_bytes(self) -> int:

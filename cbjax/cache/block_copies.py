@@ -7,13 +7,15 @@ memory holds no padding.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# One block of the store's arrays, [arrays, 2, kv_heads, block_size, head_dim] for each shape among them, in order of
-# first appearance. Heads stay an axis of their own, as in the store.
+# One block of the store's arrays, [arrays, ...] for each shape among them, in order of first appearance; the other axes
+# are a store array's (`KVSpec.shape`) without the one that block ids count.
 type Block = tuple[jax.Array, ...] | tuple[np.ndarray, ...]
 
 # A call moves as many blocks as hold this many tokens. Its temporaries are a copy or two of what it moves, so they are
@@ -31,36 +33,57 @@ def blocks_per_call(block_size: int) -> int:
     return min(max(_CALL_TOKENS // block_size, 1), _MAX_CALL_BLOCKS)
 
 
-def gather_blocks(kv: Sequence[jax.Array], ids: jax.Array) -> list[tuple[jax.Array, ...]]:
-    """The blocks `ids` (i32[blocks]) of the store. `kv` must not be donated; padding reads block `num_blocks`."""
-    parts = [array.at[:, :, ids].get(mode="promise_in_bounds") for array in kv]
+def gather_blocks(kv: Sequence[jax.Array], ids: jax.Array, *, axis: int) -> list[tuple[jax.Array, ...]]:
+    """The blocks `ids` (i32[blocks]) of the store, which are counted along `axis`.
+
+    `kv` must not be donated; padding reads block `num_blocks`.
+    """
+    parts = [array.at[_at(axis, ids)].get(mode="promise_in_bounds") for array in kv]
     # Else every block's output is compiled as a gather of its own from every array, which takes three times as long.
     parts = jax.lax.optimization_barrier(parts)
     shapes = _by_shape(kv)
-    return [tuple(jnp.stack([parts[j][:, :, i] for j in same]) for same in shapes) for i in range(ids.shape[0])]
+    return [tuple(jnp.stack([parts[j][_at(axis, i)] for j in same]) for same in shapes) for i in range(ids.shape[0])]
 
 
-def scatter_blocks(kv: Sequence[jax.Array], blocks: Sequence[Block], ids: jax.Array) -> list[jax.Array]:
+def scatter_blocks(kv: Sequence[jax.Array], blocks: Sequence[Block], ids: jax.Array, *, axis: int) -> list[jax.Array]:
     """The store with `blocks` written to `ids` (i32[blocks]). Donate `kv`; padding writes block `num_blocks + 1`."""
     written = list(kv)
     for shape, same in enumerate(_by_shape(kv)):
         for place, j in enumerate(same):
             # Stacked per array: slices of one large stack take four times as long to compile.
-            new = jnp.stack([block[shape][place] for block in blocks], axis=2)
-            written[j] = kv[j].at[:, :, ids].set(new, mode="promise_in_bounds")
+            new = jnp.stack([block[shape][place] for block in blocks], axis=axis)
+            written[j] = kv[j].at[_at(axis, ids)].set(new, mode="promise_in_bounds")
     return written
 
 
-def copy_blocks(kv: Sequence[jax.Array], sources: jax.Array, destinations: jax.Array) -> list[jax.Array]:
+def copy_blocks(kv: Sequence[jax.Array], sources: jax.Array, destinations: jax.Array, *, axis: int) -> list[jax.Array]:
     """The store with blocks copied within it, i32[blocks] each; every source is read before anything is written.
 
     Donate `kv`; padding copies block `num_blocks` to `num_blocks + 1`.
     """
-    read = [array.at[:, :, sources].get(mode="promise_in_bounds") for array in kv]
+    read = [array.at[_at(axis, sources)].get(mode="promise_in_bounds") for array in kv]
     return [
-        array.at[:, :, destinations].set(blocks, mode="promise_in_bounds")
+        array.at[_at(axis, destinations)].set(blocks, mode="promise_in_bounds")
         for array, blocks in zip(kv, read, strict=True)
     ]
+
+
+def lower_block_program(
+    key: str, kv: Sequence[jax.ShapeDtypeStruct], ids: jax.ShapeDtypeStruct, axis: int
+) -> jax.stages.Lowered:
+    """One of the programs that move whole blocks ("gather", "scatter", "copy"), for a store and ids of these shapes."""
+    gather, scatter, copy = (partial(move, axis=axis) for move in (gather_blocks, scatter_blocks, copy_blocks))
+    if key == "gather":
+        return jax.jit(gather).lower(kv, ids)
+    if key == "scatter":
+        return jax.jit(scatter, donate_argnums=0).lower(kv, jax.eval_shape(gather, kv, ids), ids)
+    assert key == "copy", f"there is no program {key!r}"
+    return jax.jit(copy, donate_argnums=0).lower(kv, ids, ids)
+
+
+def _at(axis: int, ids: Any) -> tuple[Any, ...]:
+    """An index of blocks."""
+    return (slice(None),) * axis + (ids,)
 
 
 def calls(ids: np.ndarray, size: int, *, padding: int) -> Iterator[tuple[slice, np.ndarray]]:

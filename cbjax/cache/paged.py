@@ -11,17 +11,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from cbjax.attention import KVSpec, LayerGroups
-
-
-def store_specs(
-    groups: LayerGroups, *, num_blocks: int, block_size: int, dtype: jax.typing.DTypeLike
-) -> tuple[KVSpec, ...]:
-    """The store's arrays: as many as a group has layers."""
-    return tuple(
-        KVSpec(num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
-        for kv_heads, head_dim in groups.shapes
-    )
+from cbjax.attention import XLA, Attention, KVSpec, LayerGroups, StoreSpec, store_spec
 
 
 def layout_factor(specs: Sequence[KVSpec]) -> float:
@@ -40,16 +30,39 @@ class PagedAttentionCache:
     """Owns the store's arrays. `kv` is what the next step takes; the step's result is put back into it.
 
     Attributes:
-      groups: which layer lies in which array, under which group's table.
-      specs: one `KVSpec` per array.
-      kv: the arrays, each `spec.shape`.
+      store: its arrays' shapes, the layers in them, and who attends over them.
+      kv: the arrays, each of its spec's shape.
     """
 
-    def __init__(self, groups: LayerGroups, *, num_blocks: int, block_size: int, dtype: jax.typing.DTypeLike) -> None:
+    def __init__(
+        self,
+        groups: LayerGroups,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: jax.typing.DTypeLike,
+        attention: Attention = XLA,
+    ) -> None:
         """num_blocks and block_size in blocks and tokens; the arrays are zero."""
-        self.groups = groups
-        self.specs = store_specs(groups, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        self.store: StoreSpec = store_spec(
+            groups, num_blocks=num_blocks, block_size=block_size, dtype=dtype, attention=attention
+        )
         self.kv: list[jax.Array] = [spec.zeros() for spec in self.specs]
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Which layer lies in which array, under which group's table."""
+        return self.store.groups
+
+    @property
+    def specs(self) -> tuple[KVSpec, ...]:
+        """One for each array."""
+        return self.store.arrays
+
+    @property
+    def block_axis(self) -> int:
+        """The axis of the arrays that block ids count."""
+        return self.specs[0].block_axis
 
     @property
     def num_blocks(self) -> int:

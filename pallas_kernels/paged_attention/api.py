@@ -1,0 +1,191 @@
+"""Paged attention as a function of arrays: its arguments are checked here, and computed with by the TPU kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.tpu.attend import Sizes, attend
+from pallas_kernels.paged_attention.tpu.layout import KVLayout
+from pallas_kernels.paged_attention.tpu.plan import Plan, make_plan
+from pallas_kernels.paged_attention.tpu.tuning import default_sizes
+
+# Query rows of a kv head that a varlen tile has at most.
+MAX_TILE_ROWS = 512
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv: jax.Array,
+    table: jax.Array,
+    slot: jax.Array,
+    q_start: jax.Array,
+    context_len: jax.Array,
+    num_rows: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None,
+    single_token_rows: bool = False,
+    sizes: Sizes | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the rows' new keys and values into the store, then attends over it.
+
+    Args:
+      q: [tokens, heads, head_dim], float32 or bfloat16; query head h reads kv head `h // (heads / kv_heads)`.
+      k: [tokens, kv_heads, head_dim]; rounded to the store's dtype.
+      v: [tokens, kv_heads, head_dim]; rounded to the store's dtype.
+      kv: one layer's store, of the shape and dtype of its `KVLayout`; donate it.
+      table: i32[slots + 1, max_blocks], block ids.
+      slot: i32[rows], row of `table` for each batch row.
+      q_start: i32[rows + 1]; row r's new tokens are `q_start[r]` to `q_start[r + 1]`.
+      context_len: i32[rows], tokens of the row in the store after the call; the new tokens are the last of them.
+      num_rows: i32 scalar, real rows; the rest are padding, as is a row whose context is 0.
+      scale: multiplies the scores; None is `head_dim ** -0.5`.
+      window: a token sees itself and the `window - 1` tokens before it; None is the whole context.
+      soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; None leaves them.
+      sinks: [heads], a logit per head that takes part in the softmax's denominator and has no value.
+      k_scales: f32[kv_heads]; keys are stored divided by them. With `v_scales`, for stores of 8 bits.
+      v_scales: f32[kv_heads]; values are stored divided by them.
+      single_token_rows: static promise that row r has the one token r; leaves the varlen part out.
+      sizes: None: `default_sizes`.
+      interpret: for `pallas_call`.
+
+    Returns:
+      out [tokens, heads, head_dim] in q's dtype, zeros for padding, and the new store.
+
+    Raises:
+      ValueError: shapes or dtypes that do not go together.
+      NotImplementedError: sizes that the kernels have no form for.
+    """
+    layout = layout_of(q, k, v, kv)
+    plan = plan_step(
+        table, slot, q_start, context_len, num_rows, num_tokens=q.shape[0], group=q.shape[1] // k.shape[1],
+        single_token_rows=single_token_rows,
+    )  # fmt: skip
+    return attend_planned(
+        q, k, v, kv, plan, layout, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales,
+        v_scales=v_scales, sizes=sizes, interpret=interpret,
+    )  # fmt: skip
+
+
+def plan_step(
+    table: jax.Array,
+    slot: jax.Array,
+    q_start: jax.Array,
+    context_len: jax.Array,
+    num_rows: jax.Array,
+    *,
+    num_tokens: int,
+    group: int,
+    single_token_rows: bool = False,
+) -> Plan:
+    """What `attend_planned` needs to know of a step, once for all layers with as many query heads to a kv head.
+
+    Raises:
+      ValueError: shapes or dtypes that do not go together.
+    """
+    rows = slot.shape[0] if slot.ndim == 1 else -1
+    for name, array, shape in (
+        ("table", table, (*table.shape[:1], *table.shape[1:]) if table.ndim == 2 else ("slots + 1", "max_blocks")),
+        ("slot", slot, (rows,)),
+        ("q_start", q_start, (rows + 1,)),
+        ("context_len", context_len, (rows,)),
+        ("num_rows", num_rows, ()),
+    ):
+        if array.shape != shape or array.dtype != jnp.int32:
+            expected = f"i32[{', '.join(map(str, shape))}]"
+            raise ValueError(f"{name} must be {expected}; got {array.dtype}[{', '.join(map(str, array.shape))}]")
+    if single_token_rows and rows != num_tokens:
+        raise ValueError(f"single_token_rows needs as many rows as tokens ({num_tokens}); got {rows} rows")
+    return make_plan(
+        table, slot, q_start, context_len, num_rows, num_tokens=num_tokens, tile=_tile(num_tokens, group),
+        single_token_rows=single_token_rows,
+    )  # fmt: skip
+
+
+def attend_planned(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv: jax.Array,
+    plan: Plan,
+    layout: KVLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None,
+    sizes: Sizes | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`paged_attention` with the plan and the layout made beforehand."""
+    heads, head_dim = q.shape[1:]
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1; got {window}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be positive; got {soft_cap}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must be [heads], [{heads}]; got {list(sinks.shape)}")
+    if (k_scales is None) != (v_scales is None):
+        raise ValueError("k_scales and v_scales come together; got one of them")
+    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if scales is not None and scales.shape != (layout.num_kv_heads,):
+            raise ValueError(f"{name} must be [kv_heads], [{layout.num_kv_heads}]; got {list(scales.shape)}")
+    if jnp.issubdtype(layout.dtype, jnp.integer) and k_scales is None:
+        raise ValueError(f"a store of {jnp.dtype(layout.dtype)} needs k_scales and v_scales")
+    return attend(
+        q, k, v, kv, plan, layout, sizes or default_sizes(layout), scale=head_dim**-0.5 if scale is None else scale,
+        window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales, v_scales=v_scales, interpret=interpret,
+    )  # fmt: skip
+
+
+def layout_of(q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array) -> KVLayout:
+    """The layout of a store, from the arrays that are used with it.
+
+    Raises:
+      ValueError: they do not go together.
+      NotImplementedError: sizes that the kernels have no form for.
+    """
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.ndim != 3:
+            raise ValueError(f"{name} must be [tokens, heads, head_dim]; got {list(array.shape)}")
+    if k.shape != v.shape or k.dtype != v.dtype:
+        raise ValueError(
+            f"k and v must have one shape and dtype; got {k.dtype}{list(k.shape)} and {v.dtype}{list(v.shape)}"
+        )
+    if (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
+        raise ValueError(f"q and k must have as many tokens and as wide heads; got {list(q.shape)} and {list(k.shape)}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"kv heads must divide query heads; got {k.shape[1]} and {q.shape[1]}")
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"the TPU kernels compute with float32 and bfloat16; got q of {q.dtype}")
+    if kv.ndim != 4 or kv.shape[0] < 3:
+        raise ValueError(f"kv must be [num_blocks + 2, planes, block_size, lanes]; got {list(kv.shape)}")
+    layout = KVLayout(
+        num_kv_heads=k.shape[1], head_dim=k.shape[2], block_size=kv.shape[2], num_blocks=kv.shape[0] - 2, dtype=kv.dtype
+    )
+    if kv.shape != layout.shape:
+        raise ValueError(
+            f"kv must be {list(layout.shape)} for {k.shape[1]} kv heads of {k.shape[2]} (see KVLayout); "
+            f"got {list(kv.shape)}"
+        )
+    return layout
+
+
+def _tile(num_tokens: int, group: int) -> int:
+    """Query tokens of a varlen tile: a power of two, as many as the batch has use for."""
+    tile = 16
+    while tile * 2 * group <= MAX_TILE_ROWS and tile < min(num_tokens, 256):
+        tile *= 2
+    return tile

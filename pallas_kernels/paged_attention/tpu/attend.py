@@ -1,0 +1,136 @@
+"""The TPU kernels put together: decode, the update of the other rows, and varlen, in that order, on one store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.tpu.chunks import Chunking
+from pallas_kernels.paged_attention.tpu.decode import Decode, decode
+from pallas_kernels.paged_attention.tpu.layout import LANES, KVLayout, pad_lanes
+from pallas_kernels.paged_attention.tpu.plan import Plan
+from pallas_kernels.paged_attention.tpu.softmax import MASKED
+from pallas_kernels.paged_attention.tpu.update import kv_update
+from pallas_kernels.paged_attention.tpu.varlen import Varlen, varlen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What tuning chooses.
+
+    Attributes:
+      chunk: tokens of keys and values that are fetched and computed with at a time; results depend on it in their last
+        bits, and on nothing else here.
+      vmem_limit_bytes: what the compiler may use; None: its default.
+    """
+
+    chunk: int = 1024
+    vmem_limit_bytes: int | None = None
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv: jax.Array,
+    plan: Plan,
+    layout: KVLayout,
+    sizes: Sizes,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    k_scales: jax.Array | None,
+    v_scales: jax.Array | None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`paged_attention` for a plan made beforehand; arguments are valid."""
+    tokens, heads, head_dim = q.shape
+    kv_heads, lanes = layout.num_kv_heads, layout.lanes
+    group = heads // kv_heads
+    chunking = Chunking(layout=layout, tokens=sizes.chunk, window=window)
+    options = {"interpret": interpret, "vmem_limit_bytes": sizes.vmem_limit_bytes}
+    factors = jnp.stack([jnp.full(kv_heads, scale, jnp.float32), jnp.ones(kv_heads, jnp.float32)])
+    if k_scales is not None and v_scales is not None:
+        factors = factors * jnp.stack([k_scales, v_scales]).astype(jnp.float32)
+    if sinks is None:
+        logits = jnp.full((kv_heads, group, LANES), MASKED, jnp.float32)
+    else:
+        logits = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, group, 1), (kv_heads, group, LANES))
+    new = layout.join(_rounded(k, k_scales, layout.dtype), _rounded(v, v_scales, layout.dtype))
+    padded = pad_lanes(q, lanes)
+
+    rows = plan.decode_token
+    alone = plan.single_token_rows
+    out, kv = decode(
+        Decode(chunking=chunking, group=group, soft_cap=soft_cap),
+        plan.next_row,
+        plan.decode_slot,
+        plan.decode_context,
+        (_pad_rows(padded, rows.shape[0]) if alone else padded[rows]).reshape(-1, kv_heads, group, lanes),
+        _pad_rows(new, rows.shape[0]) if alone else new[rows],
+        factors,
+        logits,
+        plan.table,
+        kv,
+        **options,
+    )
+    out = out.reshape(-1, heads, lanes)
+    if alone:
+        return _values(out[:tokens], layout, head_dim), kv
+    kv = kv_update(
+        layout,
+        plan.update_slot,
+        plan.update_first,
+        plan.update_stop,
+        plan.update_offset,
+        new.astype(jnp.float32),
+        plan.table,
+        kv,
+        **options,
+    )
+    mixed = varlen(
+        Varlen(chunking=chunking, group=group, tile=plan.tile, soft_cap=soft_cap),
+        plan.tile_items,
+        plan.item_slot,
+        plan.item_first,
+        plan.item_stop,
+        plan.item_offset,
+        _pad_rows(padded.reshape(tokens, heads * lanes), -(-tokens // plan.tile) * plan.tile),
+        factors,
+        logits,
+        plan.table,
+        kv,
+        **options,
+    )
+    mixed = mixed[:tokens].reshape(tokens, heads, lanes)
+    is_decoded = (plan.token_row >= 0)[:, None, None]
+    mixed = jnp.where(is_decoded, out[jnp.maximum(plan.token_row, 0)], mixed)
+    return _values(mixed, layout, head_dim), kv
+
+
+def _rounded(x: jax.Array, scales: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Keys or values [tokens, kv_heads, head_dim] as the store holds them."""
+    dtype = jnp.dtype(dtype)
+    if scales is not None:
+        x = x.astype(jnp.float32) / scales.astype(jnp.float32)[None, :, None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        x = jnp.round(x.astype(jnp.float32))
+    if dtype.itemsize == 1:
+        bound = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+        x = jnp.clip(x.astype(jnp.float32), -float(bound.max), float(bound.max))
+    return x.astype(dtype)
+
+
+def _pad_rows(x: jax.Array, count: int) -> jax.Array:
+    return x if x.shape[0] == count else jnp.pad(x, [(0, count - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+
+
+def _values(out: jax.Array, layout: KVLayout, head_dim: int) -> jax.Array:
+    """The part of the lanes that is the attention's output."""
+    first = LANES // 2 if layout.is_packed else 0
+    return out[..., first : first + head_dim]

@@ -1,0 +1,226 @@
+"""The TPU kernels under the real compiler: what it says of bundles, spills, memory and copies, chip by chip."""
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from cbjax.attention import LayerSpec, layer_groups, store_spec
+from cbjax.attention.pallas import PallasAttention
+from cbjax.descriptor import Bucket, packed_shape
+from cbjax.models import DecoderConfig, abstract_params, build
+from cbjax.sampling.params import NUM_WORDS
+from cbjax.step import initial_slots, make_step
+from pallas_kernels.aot import CHIPS, Case, CompileError, compile_for, inspect
+from pallas_kernels.aot.__main__ import main
+from pallas_kernels.paged_attention import KVLayout, paged_attention
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: .[aot] has it"),
+]
+CI_CHIPS = ("v5e", "v6e", "tpu7x")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in CHIPS if name not in CI_CHIPS]
+LLAMA = Case()  # 32 query heads over 8 of 128, bfloat16, 64 rows of 8,192 tokens
+DEMO = Case(heads=9, kv_heads=3, head_dim=64, block_size=16)
+# What the same count makes of RPA v3 on v6e (tpu-inference, jax 0.10.2), by block size.
+RPA_V3_BUNDLES = {128: 1880, 16: 2340}
+
+
+def _report(chip, case):
+    chip = CHIPS[chip]
+    case = replace(case, vmem_limit_bytes=chip.vmem_bytes * 7 // 8, chunk=256 if chip.name == "v4" else 1024)
+    report = inspect(chip, case)
+    assert report.vmem_bytes is None or report.vmem_bytes <= case.vmem_limit_bytes
+    assert report.inner_spills == 0
+    assert report.kv_bytes_per_1024_tokens <= report.bytes_per_1024_tokens <= 1.02 * report.kv_bytes_per_1024_tokens
+    return report
+
+
+@pytest.mark.parametrize("chip", [*CI_CHIPS, *OTHERS])
+def test_decode_compiles_without_spills_and_moves_what_it_must(chip):
+    report = _report(chip, replace(LLAMA, block_size=64))
+    assert report.kv_bytes_per_1024_tokens == 2 * 8 * 128 * 2 * 1024
+    if report.compute_us is not None:
+        assert report.compute_us < report.memory_us  # the clock is known, and memory is the limit
+
+
+@pytest.mark.parametrize("block_size", RPA_V3_BUNDLES)
+def test_decode_takes_fewer_bundles_than_rpa_v3(block_size):
+    report = _report("v6e", replace(LLAMA, block_size=block_size))
+    assert report.bundles_per_1024_tokens <= RPA_V3_BUNDLES[block_size]
+    assert report.vmem_bytes is not None
+
+
+def test_narrow_heads_take_no_more_memory_than_their_numbers():
+    report = _report("v6e", DEMO)
+    assert report.bytes_per_1024_tokens <= 1.05 * 2**20
+    assert report.kv_bytes_per_1024_tokens == 0.75 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(LLAMA, window=1024),
+        replace(LLAMA, kv_dtype="float8_e4m3fn"),
+        replace(LLAMA, kv_dtype="int8", block_size=16),
+        replace(LLAMA, dtype="float32", block_size=256),
+        replace(LLAMA, heads=8, kv_heads=4, head_dim=256, soft_cap=50.0),
+        replace(LLAMA, kv_heads=32),
+    ],
+    ids=["window", "fp8", "int8", "float32", "wide", "no groups"],
+)
+def test_every_form_of_decode_compiles_for_every_chip(chip, case):
+    layout = KVLayout(num_kv_heads=case.kv_heads, head_dim=case.head_dim, block_size=case.block_size, num_blocks=1)
+    chunk = 256 if CHIPS[chip].vmem_bytes < 2**25 or layout.token_bytes > 2**13 else 512
+    report = inspect(CHIPS[chip], replace(case, vmem_limit_bytes=CHIPS[chip].vmem_bytes * 7 // 8, chunk=chunk))
+    assert report.bytes_per_1024_tokens <= 1.05 * report.kv_bytes_per_1024_tokens
+
+
+def _mixed(chip, *, tokens=64, rows=8):
+    layout = KVLayout(num_kv_heads=2, head_dim=128, block_size=16, num_blocks=4096)
+
+    def array(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    new = array(tokens, 2, 128, dtype=jnp.bfloat16)
+    compiled = compile_for(
+        CHIPS[chip],
+        paged_attention,
+        array(tokens, 8, 128, dtype=jnp.bfloat16),
+        new,
+        new,
+        array(*layout.shape, dtype=layout.dtype),
+        array(rows + 1, 512),
+        array(rows),
+        array(rows + 1),
+        array(rows),
+        array(),
+        donate=(3,),
+    )
+    return compiled.memory_analysis(), layout
+
+
+@pytest.mark.parametrize("chip", [*CI_CHIPS, *OTHERS])
+def test_a_mixed_batch_compiles_and_works_on_the_store_in_place(chip):
+    memory, layout = _mixed(chip)
+    assert memory.alias_size_in_bytes == layout.layer_bytes
+    assert memory.temp_size_in_bytes < layout.layer_bytes / 8
+
+
+def _step(chip, config, bucket, *, num_blocks, block_size=64):
+    """The whole jitted step of a model, and the bytes of its store."""
+    layer = LayerSpec(num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+    windows = config.windows or (None,) * config.num_layers
+    groups = layer_groups([replace(layer, window=window) for window in windows])
+    store = store_spec(
+        groups, num_blocks=num_blocks, block_size=block_size, dtype=jnp.bfloat16, attention=PallasAttention()
+    )
+    graphdef = build(config)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_params(config))
+    slots = jax.eval_shape(
+        lambda: initial_slots(
+            num_slots=bucket.rows, num_groups=len(groups.windows), max_blocks=128, num_blocks=num_blocks
+        )
+    )
+    step = make_step(lambda params: nnx.merge(graphdef, params), bucket, store, NUM_WORDS)
+    arrays = [spec.abstract() for spec in store.arrays]
+    compiled = compile_for(CHIPS[chip], step, params, arrays, slots, packed_shape(bucket, NUM_WORDS), donate=(1, 2))
+    return compiled.memory_analysis(), sum(spec.layer_bytes for spec in store.arrays)
+
+
+SMALL = DecoderConfig(
+    vocab_size=2048, hidden_size=512, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=128,
+    max_positions=8192,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bucket", [Bucket(kind="decode", rows=8, tokens=8), Bucket(kind="mixed", rows=8, tokens=64)])
+def test_a_whole_step_has_the_store_in_place_and_temporaries_that_do_not_grow_with_it(bucket):
+    small, pool = _step("v6e", SMALL, bucket, num_blocks=1024)
+    assert small.alias_size_in_bytes >= pool
+    large, pool = _step("v6e", SMALL, bucket, num_blocks=16 * 1024)
+    assert large.alias_size_in_bytes >= pool
+    # A mebibyte more or less is the compiler's scheduling; a copy of one layer's array is 512 of them more.
+    assert abs(large.temp_size_in_bytes - small.temp_size_in_bytes) < 2**22 < pool / 256
+
+
+MODELS = {
+    "SmolLM2-135M": DecoderConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
+        head_dim=64, max_positions=8192, tie_embeddings=True,
+    ),
+    "Llama-3-8B": DecoderConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8,
+        head_dim=128, max_positions=8192,
+    ),
+    "Qwen3-4B": DecoderConfig(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32, num_kv_heads=8,
+        head_dim=128, max_positions=40960, tie_embeddings=True, qk_norm=True,
+    ),
+    "Gemma-3-4B": DecoderConfig(
+        vocab_size=262208, hidden_size=2560, intermediate_size=10240, num_layers=34, num_heads=8, num_kv_heads=4,
+        head_dim=256, max_positions=131072, tie_embeddings=True, qk_norm=True, post_norms=True, norm_offset=1.0,
+        activation="gelu_tanh", windows=tuple(None if layer % 6 == 5 else 1024 for layer in range(34)),
+    ),
+}  # fmt: skip
+# Blocks of 64 tokens, so that weights and store fit into a chip of 16 GB; 8B weights alone do not.
+POOLS = {("v5e", "Llama-3-8B"): 0, ("v5e", "Qwen3-4B"): 512, ("v5e", "Gemma-3-4B"): 512}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "bucket", [Bucket(kind="decode", rows=64, tokens=64), Bucket(kind="mixed", rows=64, tokens=512)]
+)
+def test_the_steps_of_real_models_compile_with_the_store_in_place(chip, name, bucket):
+    num_blocks = POOLS.get((chip, name), 2048)
+    if not num_blocks:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"Ran out of memory|RESOURCE_EXHAUSTED"):
+            _step(chip, MODELS[name], bucket, num_blocks=256)
+        return
+    memory, pool = _step(chip, MODELS[name], bucket, num_blocks=num_blocks)
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool / 4
+
+
+def test_the_command_writes_the_figures(tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    argv = [
+        "v6e",
+        "--op",
+        "paged_attention",
+        "--phase",
+        "decode",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "1",
+        "--head-dim",
+        "64",
+    ]
+    assert main([*argv, "--rows", "8", "--context", "1024", "--chunk", "256", "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    keys = {"vmem_bytes", "vector_spills", "bundles_per_1024_tokens", "bytes_per_1024_tokens"}
+    assert keys <= figures.keys()
+    out = capsys.readouterr().out
+    assert f"{figures['bundles_per_1024_tokens']:.0f}" in out
+    assert "paged_attention_decode on v6e" in out
+
+
+def test_a_kernel_that_does_not_fit_is_an_error_that_quotes_the_compiler():
+    with pytest.raises(CompileError, match=r"(?s)for v6e does not compile: .*vmem"):
+        inspect(CHIPS["v6e"], replace(DEMO, rows=8, context=1024, vmem_limit_bytes=1 << 18))
+
+
+def test_a_compile_that_takes_too_long_is_given_up():
+    with pytest.raises(CompileError, match=r"did not compile within 0 s"):
+        inspect(CHIPS["v6e"], replace(DEMO, rows=8, context=1024), timeout=0.01)
