@@ -1,5 +1,6 @@
 """Strictness shared by every test: strict promotion, warnings as errors (pyproject), no global caches."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -45,7 +46,13 @@ def demo_gguf() -> Path:
 
 @pytest.fixture
 def interruptible():
-    """SIGINT raises, also where the run was started in the background of a shell, which ignores it."""
+    """SIGINT raises, also where the run was started in the background of a shell, which ignores it.
+
+    And it raises where the test looks for it: one that comes while garbage is collected is lost in jax's callback.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.collect()
+    gc.disable()
     yield
+    gc.enable()
     signal.signal(signal.SIGINT, before)

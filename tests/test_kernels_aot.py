@@ -189,7 +189,8 @@ def test_the_steps_of_real_models_compile_with_the_store_in_place(chip, name, bu
         return
     memory, pool = _step(chip, MODELS[name], bucket, num_blocks=num_blocks)
     assert memory.alias_size_in_bytes >= pool
-    assert memory.temp_size_in_bytes < pool / 4
+    # Images of the logits are most of it; of a store there is none.
+    assert memory.temp_size_in_bytes < 6 * 4 * bucket.rows * MODELS[name].vocab_size + 2**26
 
 
 def test_the_command_writes_the_figures(tmp_path, capsys):

@@ -28,10 +28,18 @@ CASES = {
     "wide heads": Case(rows=DECODES, head_dim=256, block_size=128, dtype="bfloat16"),
     "bfloat16": Case(rows=MIXED, dtype="bfloat16", block_size=64, group=4),
     "odd heads": Case(rows=DECODES, head_dim=80, kv_heads=1, group=5, block_size=256, sinks=True),
+    "more than int16 positions": Case(rows=((33_000, 1), (32_900, 3)), kv_heads=1, head_dim=64, block_size=256),
     "8-bit floats": Case(rows=MIXED, dtype="bfloat16", kv_dtype="float8_e4m3fn", block_size=32),
     "8-bit integers": Case(rows=MIXED, dtype="bfloat16", kv_dtype="int8"),
 }
-SLOW_TO_INTERPRET = {"a window", "decodes in a window", "wide heads", "odd heads", "8-bit floats"}
+SLOW_TO_INTERPRET = {
+    "more than int16 positions",
+    "a window",
+    "decodes in a window",
+    "wide heads",
+    "odd heads",
+    "8-bit floats",
+}
 
 
 def _parameters():

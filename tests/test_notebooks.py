@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parents[1] / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9]*.py"))
 QUICKSTART, PRESSURE = FOLDER / "01_quickstart.py", FOLDER / "02_kv_pressure.py"
 SIZING, ASYNC = FOLDER / "03_sizing.py", FOLDER / "04_async.py"
+KERNELS = FOLDER / "05_kernels.py"
 MAX_BYTES = 400_000
 
 
@@ -57,7 +58,7 @@ def titles_of(figures: list[Any]) -> list[list[str]]:
 
 
 def test_the_notebooks_are_these() -> None:
-    assert SOURCES == [QUICKSTART, PRESSURE, SIZING, ASYNC]
+    assert SOURCES == [QUICKSTART, PRESSURE, SIZING, ASYNC, KERNELS]
 
 
 each_notebook = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -236,3 +237,20 @@ def test_the_first_cell_installs_on_colab_before_jax_is_imported(
     # The notebook on sizing needs the scheduler and nothing else.
     assert ("import jax" in rest[0]) == (source != SIZING)
     assert source != SIZING or "jax" not in imports_of(rest)
+
+
+def test_the_notebook_on_kernels_runs_and_draws_the_table(
+    figures: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {"__name__": "notebook"}
+    run(code_of(KERNELS), names)
+    table, chips = names["table"], names["chips"]
+    out = capsys.readouterr().out
+    assert "no TPU here, but a cpu: nothing is measured" in out
+    assert len(out.splitlines()) == 1 + len(table)
+    assert titles_of(figures) == [chips, ["Llama-3-8B, blocks of 128"]]
+    drawn = [line for axes in figures[0].axes for line in axes.lines if len(line.get_xdata()) > 2]
+    assert len(drawn) == sum(entry["block_size"] in (16, 128) for entry in table)
+    for line in drawn:  # no kernel is faster than its memory
+        assert min(line.get_ydata()) >= min(entry["memory_us"][-1] for entry in table)
+    assert len(figures[1].axes[0].lines) == len(chips)

@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("context", "tokens of each row (default 8192)"),
         ("window", "of a sliding window (default: none)"),
         ("chunk", "tokens fetched at a time (default 1024)"),
+        ("cores", "of the device, that share the rows (default 1)"),
         ("vmem-limit-bytes", "what the kernel may take (default 100 MiB)"),
     ):
         parser.add_argument(f"--{name}", type=int, help=text)

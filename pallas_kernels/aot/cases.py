@@ -37,6 +37,7 @@ class Case:
     soft_cap: float | None = None
     chunk: int = 1024
     vmem_limit_bytes: int = 100 << 20
+    cores: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +83,12 @@ def build(case: Case, *, vmem_limit_bytes: int | None = None) -> Built:
         num_blocks=case.rows * blocks,
         dtype=case.kv_dtype or case.dtype,
     )
-    sizes = Sizes(chunk=case.chunk, vmem_limit_bytes=vmem_limit_bytes or case.vmem_limit_bytes)
+    sizes = Sizes(chunk=case.chunk, vmem_limit_bytes=vmem_limit_bytes or case.vmem_limit_bytes, cores=case.cores)
     spec = Decode(
         chunking=Chunking(layout=layout, tokens=case.chunk, window=case.window),
         group=case.heads // case.kv_heads,
         soft_cap=case.soft_cap,
+        cores=case.cores,
     )
 
     def function(*arrays: Any) -> Any:
@@ -95,14 +97,15 @@ def build(case: Case, *, vmem_limit_bytes: int | None = None) -> Built:
             *arrays[:9], window=case.window, soft_cap=case.soft_cap, single_token_rows=True, sizes=sizes, **scales
         )
 
-    moved = decode_bytes(spec, case.rows, case.context, jnp.dtype(case.dtype))
+    rows = case.rows // case.cores  # a core's
+    moved = decode_bytes(spec, rows, case.context, jnp.dtype(case.dtype))
     return Built(
         kernel="paged_attention_decode",
         function=function,
         arguments=_arguments(case, layout, blocks),
         donate=(3,),
         trips=decode_trips(spec, case.rows, case.context),
-        kv_tokens=case.rows * min(case.context, case.window or case.context),
+        kv_tokens=rows * min(case.context, case.window or case.context),
         kv_bytes=moved["kv_read"],
         moved_bytes=sum(moved.values()),
     )

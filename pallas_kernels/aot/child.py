@@ -1,4 +1,4 @@
-"""The process that compiles one case, so that libtpu writes its listings for nothing else: `CHIP CASE` to JSON."""
+"""The process that compiles one case, for which alone libtpu then writes listings: `CHIP CASE [vmem]` to JSON."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def _vmem_bytes(chip: Chip, case: Case) -> int | None:
     return None
 
 
-def _child(chip: Chip, case: Case) -> dict[str, Any]:
+def _child(chip: Chip, case: Case, asks_vmem: bool) -> dict[str, Any]:
     """Compiles, and says what the executable says of itself."""
-    vmem_bytes = _vmem_bytes(chip, case)
+    vmem_bytes = _vmem_bytes(chip, case) if asks_vmem else None
     built = build(case)
     memory = compile_for(chip, built.function, *built.arguments, donate=built.donate).memory_analysis()
     assert memory is not None, "libtpu tells what an executable takes"
@@ -45,4 +45,4 @@ def _child(chip: Chip, case: Case) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_child(chip_named(sys.argv[1]), Case(**json.loads(sys.argv[2])))))
+    print(json.dumps(_child(chip_named(sys.argv[1]), Case(**json.loads(sys.argv[2])), "vmem" in sys.argv[3:])))

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.aot.bundles import listings, parse
+from pallas_kernels.aot.bundles import Loop, listings, parse
 from pallas_kernels.aot.cases import Case, build
 from pallas_kernels.aot.chips import Chip
 
@@ -59,46 +59,53 @@ class Report:
     break_even_hz: float
 
 
-def inspect(chip: Chip, case: Case, *, timeout: float = 600.0) -> Report:
-    """Compiles a case for a chip, in a child process of at most so many seconds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """facts: what the executable says of itself, as fields of `Report`; program: its kernel's loops."""
+
+    facts: dict[str, Any]
+    program: Loop
+
+
+def compile_case(chip: Chip, case: Case, *, timeout: float = 600.0, asks_vmem: bool = True) -> Compiled:
+    """Compiles a case for a chip, in a child process of at most so many seconds; once more to learn what VMEM it takes.
 
     Raises:
       ValueError, NotImplementedError: there is no such kernel.
       CompileError: it does not compile in time.
     """
-    build(case)  # whose errors are this process's
+    kernel = build(case).kernel  # whose errors are this process's
     with tempfile.TemporaryDirectory(prefix="pallas-aot-") as folder:
         env = dict(
             os.environ,
             JAX_PLATFORMS="cpu",
-            TPU_SKIP_MDS_QUERY="1",
             LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
         )
         env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "pallas_kernels.aot.child", chip.name, json.dumps(asdict(case))]
+        command += ["vmem"] * asks_vmem
         try:
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
             raise CompileError(f"{case} for {chip.name} did not compile within {timeout:.0f} s") from None
         if done.returncode:
             raise CompileError(f"{case} for {chip.name} does not compile: {done.stderr.strip()[-2000:]}")
-        facts = json.loads(done.stdout.splitlines()[-1])
-        return _report(chip, case, facts, Path(folder))
+        found = [path for name, path in listings(Path(folder)).items() if name.startswith(kernel)]
+        if not found:
+            raise CompileError(f"libtpu wrote no listing of {kernel} for {chip.name}")
+        return Compiled(facts=json.loads(done.stdout.splitlines()[-1]), program=parse(found[-1].read_text()))
 
 
-def _report(chip: Chip, case: Case, facts: dict[str, Any], folder: Path) -> Report:
-    built = build(case)
-    found = [path for name, path in listings(folder).items() if name.startswith(built.kernel)]
-    if not found:
-        raise CompileError(f"libtpu wrote no listing of {built.kernel} for {chip.name}")
-    program = parse(found[-1].read_text())
+def report(chip: Chip, case: Case, compiled: Compiled) -> Report:
+    """The figures of a case; `compiled` may be one of another context."""
+    built, program = build(case), compiled.program
     per = 1024 / built.kv_tokens
     bundles, moved = per * program.total(built.trips), per * built.moved_bytes
     return Report(
         chip=chip.name,
         kernel=built.kernel,
         case=asdict(case),
-        **facts,
+        **compiled.facts,
         vector_spills=sum(loop.spills for loop in program.walk()),
         inner_spills=sum(loop.spills for loop in program.walk() if not loop.loops),
         loops=program.describe(),
@@ -109,3 +116,8 @@ def _report(chip: Chip, case: Case, facts: dict[str, Any], folder: Path) -> Repo
         compute_us=None if chip.clock_hz is None else 1e6 * bundles / chip.clock_hz,
         break_even_hz=bundles / (moved / chip.hbm_bytes_per_second),
     )
+
+
+def inspect(chip: Chip, case: Case, *, timeout: float = 600.0) -> Report:
+    """Compiles a case and tells what is known of it; raises as `compile_case`."""
+    return report(chip, case, compile_case(chip, case, timeout=timeout))

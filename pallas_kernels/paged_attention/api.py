@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.tpu.attend import Sizes, attend
 from pallas_kernels.paged_attention.tpu.layout import KVLayout
 from pallas_kernels.paged_attention.tpu.plan import Plan, make_plan
-from pallas_kernels.paged_attention.tpu.tuning import default_sizes
+from pallas_kernels.paged_attention.tpu.tuning import sizes_for
 
 # Query rows of a kv head that a varlen tile has at most.
 MAX_TILE_ROWS = 512
@@ -56,7 +56,7 @@ def paged_attention(
       k_scales: f32[kv_heads]; keys are stored divided by them. With `v_scales`, for stores of 8 bits.
       v_scales: f32[kv_heads]; values are stored divided by them.
       single_token_rows: static promise that row r has the one token r; leaves the varlen part out.
-      sizes: None: `default_sizes`.
+      sizes: None: what was found best for the chip and the store (`tuning.sizes_for`).
       interpret: for `pallas_call`.
 
     Returns:
@@ -145,7 +145,7 @@ def attend_planned(
     if jnp.issubdtype(layout.dtype, jnp.integer) and k_scales is None:
         raise ValueError(f"a store of {jnp.dtype(layout.dtype)} needs k_scales and v_scales")
     return attend(
-        q, k, v, kv, plan, layout, sizes or default_sizes(layout), scale=head_dim**-0.5 if scale is None else scale,
+        q, k, v, kv, plan, layout, sizes or sizes_for(layout, heads), scale=head_dim**-0.5 if scale is None else scale,
         window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales, v_scales=v_scales, interpret=interpret,
     )  # fmt: skip
 

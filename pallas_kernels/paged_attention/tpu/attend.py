@@ -25,10 +25,12 @@ class Sizes:
       chunk: tokens of keys and values that are fetched and computed with at a time; results depend on it in their last
         bits, and on nothing else here.
       vmem_limit_bytes: what the compiler may use; None: its default.
+      cores: of the device, which share the work.
     """
 
     chunk: int = 1024
     vmem_limit_bytes: int | None = None
+    cores: int = 1
 
 
 def attend(
@@ -67,7 +69,7 @@ def attend(
     rows = plan.decode_token
     alone = plan.single_token_rows
     out, kv = decode(
-        Decode(chunking=chunking, group=group, soft_cap=soft_cap),
+        Decode(chunking=chunking, group=group, soft_cap=soft_cap, cores=sizes.cores),
         plan.next_row,
         plan.decode_slot,
         plan.decode_context,
@@ -94,7 +96,7 @@ def attend(
         **options,
     )
     mixed = varlen(
-        Varlen(chunking=chunking, group=group, tile=plan.tile, soft_cap=soft_cap),
+        Varlen(chunking=chunking, group=group, tile=plan.tile, soft_cap=soft_cap, cores=sizes.cores),
         plan.tile_items,
         plan.item_slot,
         plan.item_first,

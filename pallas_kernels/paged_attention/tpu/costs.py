@@ -35,6 +35,8 @@ def decode_trips(spec: Decode, rows: int, context: int) -> tuple[Trips, ...]:
         smaller = tokens
     tile = min(ROW_TILE, rows)
     tiles = -(-rows // tile)
+    if tiles > 1:  # a core's
+        tiles = -(-tiles // spec.cores)
     # Before the first row its first chunk is fetched; these loops are in the grid's, and run once.
     once = tuple(Trips(copies.count / tiles) for copies in begins)
     in_row = (full, *begins, *tails)

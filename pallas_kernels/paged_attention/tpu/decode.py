@@ -37,11 +37,13 @@ class Decode:
       chunking: of the keys and values.
       group: query heads of a kv head.
       soft_cap: as in `paged_attention`.
+      cores: of the device, among which the rows are divided.
     """
 
     chunking: Chunking
     group: int
     soft_cap: float | None = None
+    cores: int = 1
 
     @property
     def heads_together(self) -> int:
@@ -87,7 +89,7 @@ def decode(
       next_row: i32[rows + 1], the first row from here on that has a context; `rows` if there is none.
       slot: i32[rows], row of `table`.
       context: i32[rows], tokens of the row with the new one; 0 is padding.
-      q: [rows, kv_heads, group, lanes]; rows is a multiple of `ROW_TILE`, or less.
+      q: [rows, kv_heads, group, lanes]; rows is a multiple of `ROW_TILE` for each core, or at most `ROW_TILE`.
       new: [rows, planes, lanes], the new keys and values in the store's dtype.
       factors: f32[2, kv_heads], what multiplies each head's scores, and its output.
       sinks: f32[kv_heads, group, 128], a logit in every lane; `MASKED` where there is none.
@@ -99,15 +101,17 @@ def decode(
     """
     layout, rows = spec.chunking.layout, q.shape[0]
     heads, planes, lanes, tile = layout.num_kv_heads, layout.planes, layout.lanes, min(ROW_TILE, rows)
-    assert rows % tile == 0, f"rows are padded to a multiple of {tile}; got {rows}"
+    cores = spec.cores if rows > tile else 1
+    tiles = rows // (tile * cores)
+    assert rows == tiles * tile * cores, f"rows are padded to a multiple of {tile * cores}; got {rows}"
 
     def by_tile(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((tile, *shape), lambda index, *_: (index, *(0 for _ in shape)))
+        return pl.BlockSpec((tile, *shape), lambda core, index, *_: (core * tiles + index, *(0 for _ in shape)))
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=3,
-        grid=(rows // tile,),
+        grid=(cores, tiles),
         in_specs=[
             by_tile(heads, spec.group, lanes),
             by_tile(planes, lanes),
@@ -128,48 +132,53 @@ def decode(
         ],
     )
     return pl.pallas_call(
-        partial(_kernel, spec, rows),
+        partial(_kernel, spec),
         grid_spec=grid,
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype)],
         input_output_aliases={8: 1},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
         ),
         interpret=interpret,
         name="paged_attention_decode",
     )(next_row, slot, context, q, new, factors, sinks, table, kv)
 
 
-def _kernel(spec: Decode, rows: int, next_row, slot, context, q, new, factors, sinks, table, _, out, kv, *scratch):
-    """One tile of rows; `progress` in scratch goes from one to the next."""
+def _kernel(spec: Decode, next_row, slot, context, q, new, factors, sinks, table, _, out, kv, *scratch):
+    """One tile of a core's rows; `progress` in scratch goes from one to the next."""
     progress, *state, slabs, slab_semaphores = scratch[:6]
     buffers = ChunkBuffers(spec.chunking, table, kv, *scratch[6:])
-    rows_of = _Rows(spec, rows, next_row, slot, context, q, new, factors, sinks, out, kv, progress, state,
-                    slabs, slab_semaphores, buffers)  # fmt: skip
+    tile = q.shape[0]
+    begin, stop = (core * pl.num_programs(1) * tile for core in (pl.program_id(0), pl.program_id(0) + 1))
+    rows = _Rows(spec, stop, next_row, slot, context, q, new, factors, sinks, out, kv, progress, state, slabs,
+                 slab_semaphores, buffers)  # fmt: skip
     out[...] = jnp.zeros_like(out)
 
-    @pl.when(pl.program_id(0) == 0)
+    @pl.when(pl.program_id(1) == 0)
     def _():
-        rows_of.begin()
+        rows.begin(begin)
 
     def run(index, carry):
-        row = pl.program_id(0) * q.shape[0] + index
-        pl.when(context[row] > 0)(lambda: rows_of.run(row, index))
+        row = begin + pl.program_id(1) * tile + index
+        pl.when(context[row] > 0)(lambda: rows.run(row, index))
         return carry
 
-    lax.fori_loop(0, q.shape[0], run, 0)
+    lax.fori_loop(0, tile, run, 0)
 
-    @pl.when(pl.program_id(0) == pl.num_programs(0) - 1)
+    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():
-        rows_of.end()
+        rows.end()
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The kernel's refs. progress: i32[2], chunks and rows so far; their parity says which buffer is whose."""
+    """A core's rows, which end at `stop`, and the kernel's refs.
+
+    progress: i32[2], chunks and rows so far; their parity says which buffer is whose.
+    """
 
     spec: Decode
-    rows: int
+    stop: Any
     next_row: Any
     slot: Any
     context: Any
@@ -190,13 +199,13 @@ class _Rows:
         window, high = self.spec.chunking.window, self.context[row]
         return Span(0 if window is None else jnp.maximum(high - window, 0), high)
 
-    def begin(self) -> None:
-        """Before the first row: its first chunk is fetched."""
+    def begin(self, begin) -> None:
+        """Before the first row, which is the first that has a context: its first chunk is fetched."""
         self.progress[0] = 0
         self.progress[1] = 0
-        first = self.next_row[0]
+        first = self.next_row[begin]
 
-        @pl.when(first < self.rows)
+        @pl.when(first < self.stop)
         def _():
             self.buffers.ids_copy(self.slot[first], 0).start()
             self._start_row(first, 0, 0)
@@ -213,7 +222,7 @@ class _Rows:
         done, number, following = self.progress[0], self.progress[1], self.next_row[row + 1]
         ids_parity = number % 2
 
-        @pl.when(following < self.rows)
+        @pl.when(following < self.stop)
         def _():
             buffers.ids_copy(self.slot[following], 1 - ids_parity).start()
 
@@ -232,7 +241,7 @@ class _Rows:
         lax.fori_loop(first, last, full_chunk, 0)
         parity = (done + last - first) % 2
 
-        @pl.when(following < self.rows)
+        @pl.when(following < self.stop)
         def _():
             self._start_row(following, 1 - ids_parity, 1 - parity)
 

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.tpu.decode import ROW_TILE
 
+# Cores that any device has.
+MOST_CORES = 2
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,7 @@ def make_plan(
     count = jnp.where((row < num_rows) & (context_len > 0), q_start[1:] - q_start[:-1], 0)
     is_one, is_many = count == 1, count > 1
 
-    padding = (0, -rows % ROW_TILE if rows > ROW_TILE else 0)
+    padding = (0, -rows % (ROW_TILE * MOST_CORES) if rows > ROW_TILE else 0)
     padded = rows + padding[1]
     context = jnp.pad(jnp.where(is_one, context_len, 0), padding)
     served = jnp.where(context > 0, jnp.arange(padded, dtype=jnp.int32), padded)

@@ -6,6 +6,7 @@ read, completed, and written back.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,7 +76,6 @@ def kv_update(
 
 def _kernel(layout: KVLayout, slot, first, stop, offset, new, table, _, kv, *scratch):
     ids, tokens, slabs, ids_semaphore, token_semaphores, read_semaphores, write_semaphores = scratch
-    size = layout.slab
 
     def row_in(row, count):
         return lax.cond(stop[row] > first[row], lambda: run_row(row, count), lambda: count)
@@ -83,23 +83,34 @@ def _kernel(layout: KVLayout, slot, first, stop, offset, new, table, _, kv, *scr
     def run_row(row, count):
         copy = pltpu.make_async_copy(table.at[pl.ds(slot[row], 1)], ids, ids_semaphore)
         copy.start()
-        low, high = first[row] + offset[row], stop[row] + offset[row]
         copy.wait()
-        one = _Slabs(layout, low, high, offset[row], new, kv, ids, tokens, slabs, token_semaphores, read_semaphores,
-                     write_semaphores, low // size, count)  # fmt: skip
-        begin, end = low // size, pl.cdiv(high, size)
-        one.start(begin)
+        one = _Slabs(
+            layout=layout,
+            low=first[row] + offset[row],
+            high=stop[row] + offset[row],
+            offset=offset[row],
+            count=count,
+            new=new,
+            kv=kv,
+            ids=ids,
+            tokens=tokens,
+            slabs=slabs,
+            token_semaphores=token_semaphores,
+            read_semaphores=read_semaphores,
+            write_semaphores=write_semaphores,
+        )
+        one.start(one.begin)
 
         def slab_in(number, carry):
-            @pl.when(number + 1 < end)
+            @pl.when(number + 1 < one.end)
             def _():
                 one.start(number + 1)
 
             one.finish(number)
             return carry
 
-        lax.fori_loop(begin, end, slab_in, 0)
-        return count + end - begin
+        lax.fori_loop(one.begin, one.end, slab_in, 0)
+        return count + one.end - one.begin
 
     count = lax.fori_loop(0, slot.shape[0], row_in, 0)
     for back in (1, 2):
@@ -114,15 +125,37 @@ def _write(layout: KVLayout, slabs, kv, semaphores, parity, block, inside):
     return pltpu.make_async_copy(slabs.at[parity], target, semaphores.at[parity])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Slabs:
-    """The slabs of one row; `number` counts them from position 0, `count` those of the rows before."""
+    """The slabs of one row, which are numbered from position 0, and the kernel's refs.
 
-    def __init__(self, layout, low, high, offset, new, kv, ids, tokens, slabs, token_semaphores, read_semaphores,
-                 write_semaphores, begin, count):  # fmt: skip
-        self.layout, self.low, self.high, self.offset = layout, low, high, offset
-        self.new, self.kv, self.ids, self.tokens, self.slabs = new, kv, ids, tokens, slabs
-        self.token_semaphores, self.read_semaphores = token_semaphores, read_semaphores
-        self.write_semaphores, self.begin, self.count = write_semaphores, begin, count
+    low, high: positions of the new tokens; offset: what a token's index lacks to its position; count: slabs of the rows
+    before, so that its parity and a slab's number say which buffer is whose.
+    """
+
+    layout: KVLayout
+    low: Any
+    high: Any
+    offset: Any
+    count: Any
+    new: Any
+    kv: Any
+    ids: Any
+    tokens: Any
+    slabs: Any
+    token_semaphores: Any
+    read_semaphores: Any
+    write_semaphores: Any
+
+    @property
+    def begin(self):
+        """The first slab."""
+        return self.low // self.layout.slab
+
+    @property
+    def end(self):
+        """Behind the last one."""
+        return pl.cdiv(self.high, self.layout.slab)
 
     def _parity(self, number):
         return (self.count + number - self.begin) % 2

@@ -32,12 +32,14 @@ class Varlen:
       group: query heads of a kv head.
       tile: query tokens taken together.
       soft_cap: as in `paged_attention`.
+      cores: of the device, among which the tiles are divided where their number allows it.
     """
 
     chunking: Chunking
     group: int
     tile: int
     soft_cap: float | None = None
+    cores: int = 1
 
 
 def varlen(
@@ -77,11 +79,13 @@ def varlen(
     tokens, width = q.shape
     assert tokens % tile == 0, f"tokens are padded to a multiple of {tile}; got {tokens}"
     rows = spec.group * tile
-    by_tile = pl.BlockSpec((tile, width), lambda index, *_: (index, 0))
+    cores = spec.cores if tokens // tile % spec.cores == 0 else 1
+    tiles = tokens // tile // cores
+    by_tile = pl.BlockSpec((tile, width), lambda core, index, *_: (core * tiles + index, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=5,
-        grid=(tokens // tile,),
+        grid=(cores, tiles),
         in_specs=[
             by_tile,
             pl.BlockSpec(memory_space=pltpu.SMEM),
@@ -103,7 +107,7 @@ def varlen(
         grid_spec=grid,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
         ),
         interpret=interpret,
         name="paged_attention_varlen",
@@ -113,12 +117,14 @@ def varlen(
 def _kernel(spec: Varlen, tile_items, slot, first, stop, offset, q, factors, sinks, table, kv, out, done, *scratch):
     """One tile of tokens; `done`, chunks so far, goes from one to the next."""
     state, buffers = scratch[:3], ChunkBuffers(spec.chunking, table, kv, *scratch[3:])
-    tile = pl.program_id(0)
-    items = _Items(spec, tile_items[pl.num_programs(0)], slot, first, stop, offset, q, factors, done, state, buffers)
+    tiles = pl.num_programs(1)
+    tile = pl.program_id(0) * tiles + pl.program_id(1)
+    end = tile_items[(pl.program_id(0) + 1) * tiles]
+    items = _Items(spec, tile, end, slot, first, stop, offset, q, factors, done, state, buffers)
 
-    @pl.when(tile == 0)
+    @pl.when(pl.program_id(1) == 0)
     def _():
-        items.begin()
+        items.begin(tile_items[tile])
 
     @pl.when(tile_items[tile] == tile_items[tile + 1])
     def _():
@@ -181,10 +187,14 @@ def _finish(spec: Varlen, factors, state, out) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """The kernel's refs. done: i32[1], chunks so far, whose parity says which buffer is whose."""
+    """A core's items, which stop at `end`, and the kernel's refs.
+
+    done: i32[1], chunks so far, whose parity says which buffer is whose.
+    """
 
     spec: Varlen
-    count: Any
+    tile: Any
+    end: Any
     slot: Any
     first: Any
     stop: Any
@@ -201,14 +211,14 @@ class _Items:
         low = 0 if window is None else jnp.maximum(self.first[item] + offset - window + 1, 0)
         return Span(low, self.stop[item] + offset)
 
-    def begin(self) -> None:
+    def begin(self, item) -> None:
         """Before the first item: its first chunk is fetched."""
         self.done[0] = 0
 
-        @pl.when(self.count > 0)
+        @pl.when(item < self.end)
         def _():
-            self.buffers.ids_copy(self.slot[0], 0).start()
-            self._start(0, 0)
+            self.buffers.ids_copy(self.slot[item], item % 2).start()
+            self._start(item, 0)
 
     def _start(self, item, parity) -> None:
         """Begins to fetch an item's first chunk, once its block ids are there."""
@@ -221,7 +231,7 @@ class _Items:
         chunking, buffers, span = self.spec.chunking, self.buffers, self.span(item)
         done, following = self.done[0], item + 1
 
-        @pl.when(following < self.count)
+        @pl.when(following < self.end)
         def _():
             buffers.ids_copy(self.slot[following], following % 2).start()
 
@@ -247,7 +257,7 @@ class _Items:
         lax.fori_loop(plain, last, partial(chunk_in, True), 0)
         parity = (done + last - first) % 2
 
-        @pl.when(following < self.count)
+        @pl.when(following < self.end)
         def _():
             self._start(following, 1 - parity)
 
@@ -278,7 +288,7 @@ class _Items:
     def _visible(self, item, chunk, tokens: int) -> jax.Array:
         """bool[group * tile, tokens]."""
         spec, shape = self.spec, (self.spec.group * self.spec.tile, tokens)
-        token = lax.broadcasted_iota(jnp.int32, shape, 0) % spec.tile + pl.program_id(0) * spec.tile
+        token = lax.broadcasted_iota(jnp.int32, shape, 0) % spec.tile + self.tile * spec.tile
         position = lax.broadcasted_iota(jnp.int32, shape, 1) + chunk * spec.chunking.tokens
         own = token + self.offset[item]
         visible = (position <= own) & (token >= self.first[item]) & (token < self.stop[item])
