@@ -26,7 +26,7 @@ def generate(lm, config, *, new_tokens=6, forks=1):
 
 @pytest.fixture(scope="module")
 def lm():
-    model = tiny_llama(num_layers=2)
+    model = tiny_llama(num_layers=1)
     yield model
     model.close()
 

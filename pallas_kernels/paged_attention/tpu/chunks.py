@@ -59,6 +59,25 @@ class Chunking:
         """Copies started in one go, so that the scalar unit overlaps their addresses."""
         return max(1, min(8, self.blocks // 4))
 
+    def cost(self, queries: int, spans: int, group: int, max_blocks: int) -> pl.CostEstimate:
+        """What XLA schedules by, as if rows were half as long as the table is wide, or as the window.
+
+        Args:
+          queries: tokens that attend.
+          spans: contexts that are read, each for one row or one tile of queries.
+          group: query heads of a kv head.
+          max_blocks: columns of the table.
+        """
+        layout = self.layout
+        context = max_blocks * layout.block_size // 2
+        context = context if self.window is None else min(context, self.window)
+        pairs = queries * group * layout.num_kv_heads * context
+        return pl.CostEstimate(
+            flops=4 * pairs * layout.lanes,
+            transcendentals=pairs,
+            bytes_accessed=spans * context * layout.token_bytes,
+        )
+
     def scratch(self, max_blocks: int) -> list[Any]:
         """What `ChunkBuffers` works with: two rows' block ids, two chunks, a semaphore for each."""
         layout = self.layout

@@ -139,6 +139,7 @@ def decode(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
         ),
+        cost_estimate=spec.chunking.cost(rows, rows, spec.group, table.shape[1]),
         interpret=interpret,
         name="paged_attention_decode",
     )(next_row, slot, context, q, new, factors, sinks, table, kv)

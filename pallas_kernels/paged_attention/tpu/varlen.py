@@ -109,6 +109,7 @@ def varlen(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
         ),
+        cost_estimate=spec.chunking.cost(tokens, tokens // tile, spec.group, table.shape[1]),
         interpret=interpret,
         name="paged_attention_varlen",
     )(tile_items, item_slot, item_first, item_stop, item_offset, q, factors, sinks, table, kv)
