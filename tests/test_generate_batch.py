@@ -168,17 +168,8 @@ def test_the_summary_counts_what_was_done(lm):
     assert summary.tokens_per_second == pytest.approx(30 / summary.seconds)
     assert (summary.compiled, len(programs)) == (0, 4)
     labels = [line.split("  ")[0].strip() for line in str(summary).splitlines()]
-    assert labels == [
-        "requests",
-        "tokens",
-        "speed",
-        "first token",
-        "steps",
-        "programs compiled",
-        "blocks",
-        "prefix cache",
-        "KV pressure",
-    ]
+    expected = "requests, tokens, speed, first token, steps, programs compiled, blocks, prefix cache, KV pressure"
+    assert ", ".join(labels) == expected
 
 
 def test_the_summary_tells_windows_from_single_steps(lm):

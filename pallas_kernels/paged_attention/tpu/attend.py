@@ -56,13 +56,7 @@ def attend(
     group = heads // kv_heads
     chunking = Chunking(layout=layout, tokens=sizes.chunk, window=window)
     options = {"interpret": interpret, "vmem_limit_bytes": sizes.vmem_limit_bytes}
-    factors = jnp.stack([jnp.full(kv_heads, scale, jnp.float32), jnp.ones(kv_heads, jnp.float32)])
-    if k_scales is not None and v_scales is not None:
-        factors = factors * jnp.stack([k_scales, v_scales]).astype(jnp.float32)
-    if sinks is None:
-        logits = jnp.full((kv_heads, group, LANES), MASKED, jnp.float32)
-    else:
-        logits = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, group, 1), (kv_heads, group, LANES))
+    factors, logits = _factors(scale, k_scales, v_scales, kv_heads), _sink_logits(sinks, kv_heads, group)
     new = layout.join(_rounded(k, k_scales, layout.dtype), _rounded(v, v_scales, layout.dtype))
     padded = pad_lanes(q, lanes)
 
@@ -113,6 +107,22 @@ def attend(
     is_decoded = (plan.token_row >= 0)[:, None, None]
     mixed = jnp.where(is_decoded, out[jnp.maximum(plan.token_row, 0)], mixed)
     return _values(mixed, layout, head_dim), kv
+
+
+def _factors(scale: float, k_scales: jax.Array | None, v_scales: jax.Array | None, kv_heads: int) -> jax.Array:
+    """f32[2, kv_heads], what multiplies each head's scores, and its output."""
+    factors = jnp.stack([jnp.full(kv_heads, scale, jnp.float32), jnp.ones(kv_heads, jnp.float32)])
+    if k_scales is None or v_scales is None:
+        return factors
+    return factors * jnp.stack([k_scales, v_scales]).astype(jnp.float32)
+
+
+def _sink_logits(sinks: jax.Array | None, kv_heads: int, group: int) -> jax.Array:
+    """f32[kv_heads, group, 128], a logit in every lane; `MASKED` where there is none."""
+    shape = (kv_heads, group, LANES)
+    if sinks is None:
+        return jnp.full(shape, MASKED, jnp.float32)
+    return jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, group, 1), shape)
 
 
 def _rounded(x: jax.Array, scales: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:

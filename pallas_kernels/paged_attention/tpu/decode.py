@@ -99,7 +99,24 @@ def decode(
     Returns:
       [rows, kv_heads, group, lanes] in q's dtype, zeros for padding, and the new store.
     """
-    layout, rows = spec.chunking.layout, q.shape[0]
+    rows, max_blocks = q.shape[0], table.shape[1]
+    return pl.pallas_call(
+        partial(_kernel, spec),
+        grid_spec=_grid(spec, rows, max_blocks),
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype)],
+        input_output_aliases={8: 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
+        ),
+        cost_estimate=spec.chunking.cost(rows, rows, spec.group, max_blocks),
+        interpret=interpret,
+        name="paged_attention_decode",
+    )(next_row, slot, context, q, new, factors, sinks, table, kv)
+
+
+def _grid(spec: Decode, rows: int, max_blocks: int) -> pltpu.PrefetchScalarGridSpec:
+    """Tiles of rows, divided among the cores; what each is given, and the memory it works with."""
+    layout = spec.chunking.layout
     heads, planes, lanes, tile = layout.num_kv_heads, layout.planes, layout.lanes, min(ROW_TILE, rows)
     cores = spec.cores if rows > tile else 1
     tiles = rows // (tile * cores)
@@ -109,7 +126,7 @@ def decode(
         return pl.BlockSpec((tile, *shape), lambda core, index, *_: (core * tiles + index, *(0 for _ in shape)))
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    grid = pltpu.PrefetchScalarGridSpec(
+    return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=3,
         grid=(cores, tiles),
         in_specs=[
@@ -128,21 +145,9 @@ def decode(
             pltpu.VMEM((heads, spec.group, lanes), jnp.float32),
             pltpu.VMEM((2, planes, layout.slab, lanes), layout.dtype),
             pltpu.SemaphoreType.DMA((2,)),
-            *spec.chunking.scratch(table.shape[1]),
+            *spec.chunking.scratch(max_blocks),
         ],
     )
-    return pl.pallas_call(
-        partial(_kernel, spec),
-        grid_spec=grid,
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype)],
-        input_output_aliases={8: 1},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
-        ),
-        cost_estimate=spec.chunking.cost(rows, rows, spec.group, table.shape[1]),
-        interpret=interpret,
-        name="paged_attention_decode",
-    )(next_row, slot, context, q, new, factors, sinks, table, kv)
 
 
 def _kernel(spec: Decode, next_row, slot, context, q, new, factors, sinks, table, _, out, kv, *scratch):
