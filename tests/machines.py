@@ -244,7 +244,7 @@ class Loop:
         self.inputs.append(("update", outputs))
         state, results = update(self.state, plan, outputs)
         self._become(state)
-        for uid, token in zip(results.uid.tolist(), results.tokens.tolist(), strict=True):
+        for uid, token in zip(results.uid.repeat(results.count).tolist(), results.tokens.tolist(), strict=True):
             assert uid not in self.ended, "a token after the end"
             assert uid not in self.cancelled, "a token after the cancel"
             self.outputs[uid].append(token)

@@ -71,7 +71,8 @@ def test_the_results_of_a_replay_are_the_tokens_that_requests_got(runs):
             if step.results is None:
                 unanswered += 1
                 continue
-            for uid, token in zip(step.results.uid.tolist(), step.results.tokens.tolist(), strict=True):
+            results = step.results
+            for uid, token in zip(results.uid.repeat(results.count).tolist(), results.tokens.tolist(), strict=True):
                 tokens[uid].append(token)
             reasons |= {ended.uid: ended.reason for ended in step.results.ended}
         for request, _ in run.requests:

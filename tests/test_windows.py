@@ -227,7 +227,7 @@ def window_answers(plan: StepPlan, tokens: np.ndarray):
     )
 
 
-def test_results_come_step_by_step_in_the_order_of_the_plan() -> None:
+def test_results_come_request_by_request_in_the_order_of_the_plan_and_of_the_draws() -> None:
     state = initial_state(make_config())
     for uid, new in enumerate((9, 3)):
         state = add(state, make_request(uid, 3, new))
@@ -235,8 +235,8 @@ def test_results_come_step_by_step_in_the_order_of_the_plan() -> None:
     state, _ = update(state, plan, constant_answers(plan, 5))
     plan, state = schedule(state, 4)
     state, results = update(state, plan, window_answers(plan, np.arange(8).reshape(4, 2)))
-    assert results.uid.tolist() == [0, 1, 0, 1, 0, 0]
-    assert results.tokens.tolist() == [0, 1, 2, 3, 4, 6]
+    assert (results.uid.tolist(), results.count.tolist()) == ([0, 1], [4, 2])
+    assert results.tokens.tolist() == [0, 2, 4, 6, 1, 3]
     assert [(ended.uid, ended.reason) for ended in results.ended] == [(1, "length")]
     check(state)
 

@@ -244,12 +244,13 @@ class StepResults:
     """What a step means for the requests, as `update` read it.
 
     Attributes:
-      uid, tokens, logprobs: i32/i32/f32[emitted], one new output token each, step by step of a window and in each in
-        the plan's order.
+      uid, count: i32/int[requests], who has output tokens more, in the plan's order, and how many.
+      tokens, logprobs: i32/f32[sum of count], request by request, in the order in which they were drawn.
       ended: requests that have no further step.
     """
 
     uid: np.ndarray
+    count: np.ndarray
     tokens: np.ndarray
     logprobs: np.ndarray
     ended: tuple[Ended, ...]

@@ -40,9 +40,11 @@ def update(state: SchedulerState, plan: StepPlan, outputs: StepOutputs) -> tuple
     for i in (failed | ((accepted > 0) & (stopped | at_limit))).nonzero()[0].tolist():
         ended.append(_end_of(batch, i, int(outputs.tokens[last[i], i]) if stopped[i] else None, failed=failed[i]))
         draft.release(int(slot[i]))
-    step, row = drawn.nonzero()
+    gained = accepted > 0
+    row, step = drawn.T.nonzero()
     results = StepResults(
-        uid=batch.uid[row],
+        uid=batch.uid[gained],
+        count=accepted[gained],
         tokens=outputs.tokens[step, row],
         logprobs=outputs.logprobs[step, row],
         ended=tuple(ended),

@@ -113,7 +113,7 @@ class StepRecorder:
         self._device.look(now)
         if step is None:
             return
-        step.counts[_NEW_TOKENS] = len(results.uid)
+        step.counts[_NEW_TOKENS] = len(results.tokens)
         step.counts[_ENDED], self._ended = self._ended, 0
         self._stays.answered(results.uid, now)
         with self._lock:

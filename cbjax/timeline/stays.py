@@ -69,7 +69,7 @@ class StayTrack:
             )
 
     def answered(self, uids: np.ndarray, now: float) -> None:
-        """Each has an output token more. Only first tokens are news; the others are counted at the end."""
+        """Each has output tokens more. Only first tokens are news; the others are counted at the end."""
         if self._silent:
             for uid in self._silent.intersection(uids.tolist()):
                 self._open[uid].first_token = now
