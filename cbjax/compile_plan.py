@@ -61,7 +61,9 @@ class CompilePlan:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         counts = [f"{n} {status}" for status in STATUSES if (n := self.count(status))]
         spent = sum(program.seconds or 0.0 for program in self.programs if program.status in STATUSES[:2])
-        lines.append(f"{len(self)} programs: {', '.join(counts)}; {spent:.1f} s spent; cache: {self.cache}")
+        lines.append(
+            f"{len(self)} programs: {', '.join(counts)}; {spent:.1f} s in all, side by side or not; cache: {self.cache}"
+        )
         return "\n".join(lines)
 
 

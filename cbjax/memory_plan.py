@@ -194,8 +194,12 @@ def plan_memory(budget: int, source: str, model: ModelFacts, sizes: Sizes, num_b
 
 def _temporaries(model: ModelFacts, sizes: Sizes) -> int:
     """Of the program that takes most: a step's activations are gone when its logits are there."""
-    copy = 2 * model.blocks_per_copy * model.block_bytes(sizes.block_size)
-    return max(sizes.tokens * model.token_bytes, sizes.rows * model.row_bytes, copy)
+    return max(sizes.tokens * model.token_bytes, sizes.rows * model.row_bytes, _copied(model, sizes))
+
+
+def _copied(model: ModelFacts, sizes: Sizes) -> int:
+    """The blocks of one call that copies blocks: what is read, and what is written before it is in its place."""
+    return 2 * model.blocks_per_copy * model.block_bytes(sizes.block_size)
 
 
 def _beside(budget: int, model: ModelFacts, sizes: Sizes) -> list[MemoryLine]:
@@ -206,6 +210,7 @@ def _beside(budget: int, model: ModelFacts, sizes: Sizes) -> list[MemoryLine]:
     groups, at_once = _counted(len(model.windows), "layer group"), _counted(steps, "step")
     numbers = sizes.tokens + sizes.rows * (_ROW_NUMBERS + NUM_WORDS)
     moved = model.blocks_in_flight * model.block_bytes(sizes.block_size) * sizes.moves_blocks
+    copy = _copied(model, sizes)
     activations, logits = sizes.tokens * model.token_bytes, sizes.rows * model.row_bytes
     return [
         MemoryLine(
@@ -217,7 +222,8 @@ def _beside(budget: int, model: ModelFacts, sizes: Sizes) -> list[MemoryLine]:
             name="temporaries",
             num_bytes=_temporaries(model, sizes),
             why=f"the largest of: activations of {sizes.tokens:,} tokens {activations / _MIB:,.1f}, logits of "
-            f"{sizes.rows:,} sampled rows {logits / _MIB:,.1f}, blocks copied in one call, twice",
+            f"{sizes.rows:,} sampled rows {logits / _MIB:,.1f}, the blocks copied in one call, twice, "
+            f"{copy / _MIB:,.1f}",
         ),
         MemoryLine(
             name="block table",

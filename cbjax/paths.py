@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from os import PathLike
@@ -42,6 +43,8 @@ def write_whole(path: str | PathLike[str], pieces: Iterable[str]) -> None:
         with path.open("w", encoding="ascii") as file:
             file.writelines(pieces)
         return
+    if not path.absolute().parent.is_dir():  # else the error would name a file that nobody asked for
+        raise FileNotFoundError(errno.ENOENT, "its folder does not exist; make it first", str(path))
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="ascii") as file:

@@ -75,7 +75,7 @@ def test_the_plan_names_every_program_before_any_is_compiled_and_tells_what_was_
         assert all(program.purpose and program.sizes for program in plan.programs)
         assert lm.session.device.programs == {}
         assert lm.compile_plan() == plan
-    assert "6 programs: 6 to compile; 0.0 s spent; cache: off, as asked" in str(plan)
+    assert "6 programs: 6 to compile; 0.0 s in all, side by side or not; cache: off, as asked" in str(plan)
     lm.session.warmup()
     after = lm.compile_plan()
     assert [program.name for program in after.programs] == NAMES

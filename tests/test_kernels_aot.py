@@ -83,6 +83,53 @@ def test_every_form_of_decode_compiles_for_every_chip(chip, case):
     assert report.bytes_per_1024_tokens <= 1.05 * report.kv_bytes_per_1024_tokens
 
 
+PREFILL = replace(LLAMA, phase="prefill", rows=4, new_tokens=512, vmem_limit_bytes=48 << 20)
+UPDATE = replace(PREFILL, op="kv_update")
+
+
+def test_prefill_keeps_the_matrix_unit_busy_and_reads_each_tile_once():
+    """Of 262,144 flops a bundle that a v6e can do with 256 numbers to add up, 128-wide heads can have half."""
+    report = inspect(CHIPS["v6e"], PREFILL)
+    assert report.kernel == "paged_attention_varlen"
+    assert report.flops_per_bundle > 100_000
+    assert report.kv_bytes_per_1024_tokens == pytest.approx(2 * 8 * 128 * 2 * 1024, rel=0.01)
+    assert report.bytes_per_1024_tokens <= 1.1 * report.kv_bytes_per_1024_tokens
+    assert report.vmem_bytes <= PREFILL.vmem_limit_bytes
+
+
+def test_an_update_works_in_place_and_reads_only_slabs_that_are_half_new():
+    report = inspect(CHIPS["v6e"], replace(UPDATE, new_tokens=500))
+    layout = KVLayout(num_kv_heads=8, head_dim=128, block_size=128, num_blocks=4 * 64)
+    assert report.alias_bytes == layout.layer_bytes
+    assert report.temp_bytes < layout.layer_bytes / 8
+    # 8,192 is the end of a slab, and 7,692 lies within one, so 32 are written and one is read; 500 come in float32.
+    moved = (32 + 1) * layout.slab * layout.token_bytes + 500 * 4 * 2 * 8 * 128 + 64 * 4
+    assert report.bytes_per_1024_tokens == pytest.approx(moved * 1024 / 500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        PREFILL,
+        UPDATE,
+        replace(PREFILL, window=1024, new_tokens=100),
+        replace(PREFILL, kv_dtype="float8_e4m3fn"),
+        replace(PREFILL, dtype="float32", block_size=256),
+        replace(PREFILL, heads=8, kv_heads=4, head_dim=256, soft_cap=50.0),
+        replace(PREFILL, heads=9, kv_heads=3, head_dim=64, block_size=16, rows=7, new_tokens=33),
+        replace(UPDATE, kv_dtype="int8", block_size=32),
+        replace(UPDATE, heads=9, kv_heads=3, head_dim=64, block_size=16, rows=1),
+    ],
+    ids=["prefill", "update", "window", "fp8", "float32", "wide", "narrow", "int8 update", "narrow update"],
+)
+def test_every_form_of_prefill_and_update_compiles_for_every_chip(chip, case):
+    limit = CHIPS[chip].vmem_bytes * 7 // 8
+    report = inspect(CHIPS[chip], replace(case, vmem_limit_bytes=limit, chunk=256 if limit < 2**25 else 1024))
+    assert report.temp_bytes < report.alias_bytes / 8 + 2**20
+
+
 def _mixed(chip, *, tokens=64, rows=8):
     layout = KVLayout(num_kv_heads=2, head_dim=128, block_size=16, num_blocks=4096)
 

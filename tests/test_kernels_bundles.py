@@ -38,7 +38,10 @@ def test_a_listing_is_read_as_a_tree_of_loops():
     ("argv", "message"),
     [
         (["v9"], "chips are v4, v5e, v5p, v6e, tpu7x; got 'v9'"),
-        (["v6e", "--op", "conv"], "kernels are paged_attention in the phases decode; got conv"),
+        (
+            ["v6e", "--op", "conv"],
+            "kernels are paged_attention and kv_update, the first in the phases decode and prefill; got conv",
+        ),
         (["v6e", "--heads", "9", "--kv-heads", "4"], "kv heads must divide query heads; got 4 and 9"),
         (["v6e", "--block-size", "48"], "block_size must be one of"),
         (["v6e", "--head-dim", "512"], "heads of at most 256; got head_dim 512"),

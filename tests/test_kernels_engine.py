@@ -1,7 +1,11 @@
 """The engine over each attention implementation: the same tokens, whoever attends and wherever the blocks are moved."""
 
+from collections import deque
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from pressed_models import NAMES, make
 
 from cbjax import ContinuousBatchingConfig, GenerationConfig
 from cbjax.testing import tiny_llama
@@ -49,3 +53,81 @@ def test_invariant_4_tokens_do_not_depend_on_who_attends(lm, wanted, name):
     assert tokens == alone[0]
     np.testing.assert_allclose(np.concatenate(logprobs), np.concatenate(alone[1]), atol=1e-5)
     assert lm.summary.offloads + lm.summary.soft_resets > 0
+
+
+# The random jobs of the tests of running ahead, in blocks that the kernels take.
+
+MODES = [
+    {},
+    {"async_depth": 3},
+    {"decode_window": 16, "async_depth": 2},
+    {"decode_window": 5, "async_depth": 1, "num_blocks": 6, "cpu_offload_space": 0.001},
+    {"num_blocks": 6},
+]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def pressed(request):
+    model = make(request.param)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def jobs(pressed):
+    """Prompts that partly begin alike, greedy and sampled, ends by length and EOS ids; what xla gives each alone."""
+    rng, shared = np.random.default_rng(0), list(range(20))
+    prompts, configs, solo = [], [], []
+    for i in range(8):
+        own = rng.integers(0, 258, rng.integers(1, 20)).tolist()
+        prompts.append(shared + own if i % 2 else own)
+        sampling = {"temperature": 0.9, "top_k": 40, "seed": i} if i % 3 else {}
+        config = GenerationConfig(max_new_tokens=int(rng.integers(2, 20)), eos_token_id=-1, **sampling)
+        (output,) = pressed.generate_batch(prompts[-1:], config, roomy("xla")).values()
+        if i % 3 == 1:  # ends by an id that it draws
+            config = replace(config, eos_token_id=output.generated_tokens[len(output.generated_tokens) // 2])
+            (output,) = pressed.generate_batch(prompts[-1:], config, roomy("xla")).values()
+        configs.append(config)
+        solo.append(output)
+    assert {output.finish_reason for output in solo} == {"stop", "length"}
+    return prompts, configs, solo
+
+
+def roomy(name, **settings):
+    return batching(name, **({"num_blocks": 40, "safety_margin": 0.0, "max_window_latency": 60.0} | settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_invariant_4_the_kernels_give_every_request_its_solo_tokens_in_every_mode(pressed, jobs, mode):
+    prompts, configs, solo = jobs
+    outputs = list(pressed.generate_batch(prompts, configs, roomy("pallas", **mode)).values())
+    for output, right in zip(outputs, solo, strict=True):
+        assert (output.generated_tokens, output.finish_reason) == (right.generated_tokens, right.finish_reason)
+        np.testing.assert_allclose(output.logprobs, right.logprobs, atol=1e-5)
+    (used,) = (d.used for d in pressed.session.resolved.decisions if d.field == "attn_implementation")
+    assert used == "pallas, interpreted"
+    summary = pressed.summary
+    assert bool(summary.offloads + summary.soft_resets) == ("num_blocks" in mode)
+    assert bool(summary.windows) == ("decode_window" in mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 2])
+def test_invariant_4_the_kernels_serve_a_manager_whose_requests_are_cancelled(pressed, jobs, depth):
+    prompts, configs, solo = jobs
+    settings = roomy("pallas", async_depth=depth)
+    with pressed.continuous_batching_context_manager(continuous_batching_config=settings) as manager:
+        names = [
+            manager.add_request(ids, streaming=True, generation_config=config)
+            for ids, config in zip(prompts, configs, strict=True)
+        ]
+        for i, (name, right) in enumerate(zip(names, solo, strict=True)):
+            stream = manager.request_id_iter(name)
+            next(stream)
+            if i % 4 == 0:
+                manager.cancel_request(name)
+            last = deque(stream, maxlen=1)[0]
+            count = len(last.generated_tokens)
+            assert last.generated_tokens == right.generated_tokens[:count]
+            assert last.finish_reason in (right.finish_reason, *(["cancelled"] if i % 4 == 0 else []))

@@ -104,6 +104,12 @@ def test_csv_is_read_and_other_columns_are_not(tmp_path: Path) -> None:
     assert len(np.unique(prompts)) == 13
 
 
+def test_a_csv_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt_tokens,output_tokens,note,note,prompt_tokens\n5,2,,,7\n")
+    with pytest.raises(ValueError, match="line 1: a column is there once; prompt_tokens found twice"):
+        read_trace(tmp_path / "a.csv")
+
+
 def test_csv_without_arrivals_comes_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("\ufeffprompt_tokens, output_tokens\n5,2\n\n7,3\n", encoding="utf-8")
     trace = read_trace(tmp_path / "a.csv")

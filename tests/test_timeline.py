@@ -267,7 +267,7 @@ def test_a_trace_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypa
         timeline.save(path)
     assert path.read_text() == "the old one"
     assert [each.name for each in tmp_path.iterdir()] == ["trace.json"]
-    with pytest.raises(OSError, match="no_folder"):
+    with pytest.raises(FileNotFoundError, match=r"its folder does not exist.*no_folder/trace\.json'$"):
         timeline.save(tmp_path / "no_folder" / "trace.json")
 
 

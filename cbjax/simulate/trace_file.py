@@ -92,6 +92,8 @@ def _csv_rows(file) -> Iterator[_Row]:
     reader = csv.DictReader(file, skipinitialspace=True)
     header = [name.strip() for name in reader.fieldnames or ()]
     reader.fieldnames = header
+    if doubled := {name for name in header if name in (*NEEDED, "arrival_s") and header.count(name) > 1}:
+        raise ValueError(f"line 1: a column is there once; {' and '.join(sorted(doubled))} found twice in {header}")
     missing = [name for name in NEEDED if name not in header]
     if missing:
         raise ValueError(

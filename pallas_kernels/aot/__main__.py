@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("head-dim", "width of a head (default 128)"),
         ("block-size", "tokens of a block (default 128)"),
         ("rows", "rows of the batch (default 64)"),
-        ("context", "tokens of each row (default 8192)"),
+        ("context", "tokens of each row with the new ones (default 8192)"),
+        ("new-tokens", "of each row in prefill and kv_update (default 512)"),
         ("window", "of a sliding window (default: none)"),
         ("chunk", "tokens fetched at a time (default 1024)"),
         ("cores", "of the device, that share the rows (default 1)"),
@@ -70,6 +71,7 @@ def table(report: Report) -> str:
         "bytes / 1,024 tokens": f"{report.bytes_per_1024_tokens / 2**20:.3f} MiB, "
         f"{report.kv_bytes_per_1024_tokens / 2**20:.3f} MiB of it the store's",
         "memory": f"{report.memory_us:.2f} us; the limit above a clock of {clock}",
+        "flops / bundle": f"{report.flops_per_bundle:.0f}",
         "compute": "clock not known" if report.compute_us is None else f"{report.compute_us:.2f} us",
         "loops": report.loops,
     }

@@ -11,17 +11,24 @@ import jax.numpy as jnp
 
 from pallas_kernels.aot.bundles import Trips
 from pallas_kernels.paged_attention import KVLayout, Sizes, paged_attention
+from pallas_kernels.paged_attention.api import tile_for
 from pallas_kernels.paged_attention.tpu.chunks import Chunking
 from pallas_kernels.paged_attention.tpu.costs import decode_bytes, decode_trips
 from pallas_kernels.paged_attention.tpu.decode import Decode
-
-OPS = ("paged_attention",)
-PHASES = ("decode",)
+from pallas_kernels.paged_attention.tpu.layout import LANES
+from pallas_kernels.paged_attention.tpu.update import kv_update
+from pallas_kernels.paged_attention.tpu.update_costs import update_bytes, update_trips
+from pallas_kernels.paged_attention.tpu.varlen import Varlen, varlen
+from pallas_kernels.paged_attention.tpu.varlen_costs import items_of, varlen_bytes, varlen_trips
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A kernel's sizes; counts in tokens, rows and heads."""
+    """A kernel's sizes; counts in tokens, rows and heads. Every row has `context` tokens, the new ones included.
+
+    Attributes:
+      new_tokens: of each row in prefill and in an update; decode has one.
+    """
 
     op: str = "paged_attention"
     phase: str = "decode"
@@ -33,6 +40,7 @@ class Case:
     kv_dtype: str | None = None
     rows: int = 64
     context: int = 8192
+    new_tokens: int = 512
     window: int | None = None
     soft_cap: float | None = None
     chunk: int = 1024
@@ -48,9 +56,10 @@ class Built:
       kernel: how the names of its listings begin.
       function, arguments, donate: for `compile_for`.
       trips: of the kernel's loops.
-      kv_tokens: tokens of keys and values that all rows read.
+      kv_tokens: tokens of keys and values that are read, or in an update written; as often as they are.
       kv_bytes: of these in the store.
       moved_bytes: between HBM and the core.
+      flops: multiplications and additions that the attention is, what is masked left out.
     """
 
     kernel: str
@@ -61,6 +70,7 @@ class Built:
     kv_tokens: int
     kv_bytes: int
     moved_bytes: int
+    flops: int
 
 
 def build(case: Case, *, vmem_limit_bytes: int | None = None) -> Built:
@@ -71,19 +81,26 @@ def build(case: Case, *, vmem_limit_bytes: int | None = None) -> Built:
     """
     if case.op not in OPS or case.phase not in PHASES:
         raise NotImplementedError(
-            f"kernels are {', '.join(OPS)} in the phases {', '.join(PHASES)}; got {case.op} in {case.phase}"
+            f"kernels are {' and '.join(OPS)}, the first in the phases {' and '.join(PHASES)}; "
+            f"got {case.op} in {case.phase}"
         )
     if case.kv_heads < 1 or case.heads % case.kv_heads:
         raise ValueError(f"kv heads must divide query heads; got {case.kv_heads} and {case.heads}")
-    blocks = -(-case.context // case.block_size)
+    make = _update if case.op == "kv_update" else PHASES[case.phase]
+    if make is not _decode and not 1 <= case.new_tokens <= case.context:
+        raise ValueError(f"a row has 1 to context ({case.context}) new tokens; got {case.new_tokens}")
     layout = KVLayout(
         num_kv_heads=case.kv_heads,
         head_dim=case.head_dim,
         block_size=case.block_size,
-        num_blocks=case.rows * blocks,
+        num_blocks=case.rows * _columns(case),
         dtype=case.kv_dtype or case.dtype,
     )
-    sizes = Sizes(chunk=case.chunk, vmem_limit_bytes=vmem_limit_bytes or case.vmem_limit_bytes, cores=case.cores)
+    return make(case, layout, vmem_limit_bytes or case.vmem_limit_bytes)
+
+
+def _decode(case: Case, layout: KVLayout, vmem_limit_bytes: int) -> Built:
+    sizes = Sizes(chunk=case.chunk, vmem_limit_bytes=vmem_limit_bytes, cores=case.cores)
     spec = Decode(
         chunking=Chunking(layout=layout, tokens=case.chunk, window=case.window),
         group=case.heads // case.kv_heads,
@@ -97,36 +114,95 @@ def build(case: Case, *, vmem_limit_bytes: int | None = None) -> Built:
             *arrays[:9], window=case.window, soft_cap=case.soft_cap, single_token_rows=True, sizes=sizes, **scales
         )
 
-    rows = case.rows // case.cores  # a core's
-    moved = decode_bytes(spec, rows, case.context, jnp.dtype(case.dtype))
+    rows, seen = case.rows, min(case.context, case.window or case.context)
+    new = _array(rows, case.kv_heads, case.head_dim, dtype=case.dtype)
+    scales = (_array(case.kv_heads, dtype=jnp.float32),) * 2 if jnp.dtype(layout.dtype).itemsize == 1 else ()
+    queries = _array(rows, case.heads, case.head_dim, dtype=case.dtype)
+    store, table = _array(*layout.shape, dtype=layout.dtype), _array(rows + 1, _columns(case))
+    moved = decode_bytes(spec, rows // case.cores, case.context, jnp.dtype(case.dtype))  # a core's
     return Built(
         kernel="paged_attention_decode",
         function=function,
-        arguments=_arguments(case, layout, blocks),
+        arguments=(queries, new, new, store, table, _array(rows), _array(rows + 1), _array(rows), _array(), *scales),
         donate=(3,),
-        trips=decode_trips(spec, case.rows, case.context),
-        kv_tokens=rows * min(case.context, case.window or case.context),
+        trips=decode_trips(spec, rows, case.context),
+        kv_tokens=rows // case.cores * seen,
         kv_bytes=moved["kv_read"],
         moved_bytes=sum(moved.values()),
+        flops=4 * case.head_dim * case.heads * rows // case.cores * seen,
     )
 
 
-def _arguments(case: Case, layout: KVLayout, blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    rows = case.rows
-    new = array(rows, case.kv_heads, case.head_dim, dtype=case.dtype)
-    scales = (array(case.kv_heads, dtype=jnp.float32),) * 2 if jnp.dtype(layout.dtype).itemsize == 1 else ()
-    return (
-        array(rows, case.heads, case.head_dim, dtype=case.dtype),
-        new,
-        new,
-        array(*layout.shape, dtype=layout.dtype),
-        array(rows + 1, blocks),
-        array(rows),
-        array(rows + 1),
-        array(rows),
-        array(),
-        *scales,
+def _prefill(case: Case, layout: KVLayout, vmem_limit_bytes: int) -> Built:
+    group, tokens = case.heads // case.kv_heads, case.rows * case.new_tokens
+    spec = Varlen(
+        chunking=Chunking(layout=layout, tokens=case.chunk, window=case.window),
+        group=group,
+        tile=tile_for(tokens, group),
+        soft_cap=case.soft_cap,
+        cores=case.cores,
     )
+    padded = -(-tokens // spec.tile) * spec.tile
+    tiles = items_of(spec, case.rows, case.new_tokens, case.context)
+    most = len(tiles) + min(case.rows, tokens // 2)
+
+    def function(*arrays: Any) -> Any:
+        return varlen(spec, *arrays, vmem_limit_bytes=vmem_limit_bytes)
+
+    moved = varlen_bytes(spec, tiles, case.context, jnp.dtype(case.dtype))
+    return Built(
+        kernel="paged_attention_varlen",
+        function=function,
+        arguments=(
+            _array(padded // spec.tile + 1),
+            *(_array(most),) * 4,
+            _array(padded, case.heads * layout.lanes, dtype=case.dtype),
+            _array(2, case.kv_heads, dtype=jnp.float32),
+            _array(case.kv_heads, group, LANES, dtype=jnp.float32),
+            _array(case.rows + 1, _columns(case)),
+            _array(*layout.shape, dtype=layout.dtype),
+        ),
+        donate=(),
+        trips=varlen_trips(spec, tiles),
+        kv_tokens=sum(item.high - item.low for items in tiles for item in items),
+        kv_bytes=moved["kv_read"],
+        moved_bytes=sum(moved.values()),
+        flops=4 * case.head_dim * case.heads * sum(item.pairs for items in tiles for item in items),
+    )
+
+
+def _update(case: Case, layout: KVLayout, vmem_limit_bytes: int) -> Built:
+    tokens, rows = case.rows * case.new_tokens, _array(case.rows)
+
+    def function(*arrays: Any) -> Any:
+        return kv_update(layout, *arrays, vmem_limit_bytes=vmem_limit_bytes)
+
+    moved = update_bytes(layout, case.rows, case.new_tokens, case.context)
+    return Built(
+        kernel="paged_attention_kv_update",
+        function=function,
+        arguments=(
+            *(rows,) * 4,
+            _array(tokens, layout.planes, layout.lanes, dtype=jnp.float32),
+            _array(case.rows + 1, _columns(case)),
+            _array(*layout.shape, dtype=layout.dtype),
+        ),
+        donate=(6,),
+        trips=update_trips(layout, case.rows, case.new_tokens, case.context),
+        kv_tokens=tokens,
+        kv_bytes=moved["kv_written"],
+        moved_bytes=sum(moved.values()),
+        flops=0,
+    )
+
+
+OPS = ("paged_attention", "kv_update")
+PHASES = {"decode": _decode, "prefill": _prefill}
+
+
+def _columns(case: Case) -> int:
+    return -(-case.context // case.block_size)
+
+
+def _array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)

@@ -34,9 +34,11 @@ class Report:
       temp_bytes, alias_bytes: of the executable: what it takes beside arguments and results, and results that are
         arguments.
       loops: bundles of each loop, those inside in brackets.
-      bundles_per_1024_tokens: issued for 1,024 tokens of keys and values, all that is done for a row included.
+      bundles_per_1024_tokens: issued for 1,024 tokens of keys and values read (in an update written), all that is done
+        for a row or a tile of queries included.
       bytes_per_1024_tokens: moved between HBM and the core, likewise.
-      kv_bytes_per_1024_tokens: of the store's, those that must be read.
+      kv_bytes_per_1024_tokens: of the store's, those that must be read or written.
+      flops_per_bundle: of attention, what is masked left out; against a core's peak the use made of its matrix units.
       memory_us, compute_us: microseconds for 1,024 tokens by the bandwidth, and by the clock where that is known.
       break_even_hz: the clock at which both are equal; above it memory is the limit.
     """
@@ -54,6 +56,7 @@ class Report:
     bundles_per_1024_tokens: float
     bytes_per_1024_tokens: float
     kv_bytes_per_1024_tokens: float
+    flops_per_bundle: float
     memory_us: float
     compute_us: float | None
     break_even_hz: float
@@ -100,7 +103,8 @@ def report(chip: Chip, case: Case, compiled: Compiled) -> Report:
     """The figures of a case; `compiled` may be one of another context."""
     built, program = build(case), compiled.program
     per = 1024 / built.kv_tokens
-    bundles, moved = per * program.total(built.trips), per * built.moved_bytes
+    total = program.total(built.trips)
+    bundles, moved = per * total, per * built.moved_bytes
     return Report(
         chip=chip.name,
         kernel=built.kernel,
@@ -112,6 +116,7 @@ def report(chip: Chip, case: Case, compiled: Compiled) -> Report:
         bundles_per_1024_tokens=bundles,
         bytes_per_1024_tokens=moved,
         kv_bytes_per_1024_tokens=per * built.kv_bytes,
+        flops_per_bundle=built.flops / total,
         memory_us=1e6 * moved / chip.hbm_bytes_per_second,
         compute_us=None if chip.clock_hz is None else 1e6 * bundles / chip.clock_hz,
         break_even_hz=bundles / (moved / chip.hbm_bytes_per_second),

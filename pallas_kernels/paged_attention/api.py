@@ -107,7 +107,7 @@ def plan_step(
     if single_token_rows and rows != num_tokens:
         raise ValueError(f"single_token_rows needs as many rows as tokens ({num_tokens}); got {rows} rows")
     return make_plan(
-        table, slot, q_start, context_len, num_rows, num_tokens=num_tokens, tile=_tile(num_tokens, group),
+        table, slot, q_start, context_len, num_rows, num_tokens=num_tokens, tile=tile_for(num_tokens, group),
         single_token_rows=single_token_rows,
     )  # fmt: skip
 
@@ -183,7 +183,7 @@ def layout_of(q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array) -> KVLayo
     return layout
 
 
-def _tile(num_tokens: int, group: int) -> int:
+def tile_for(num_tokens: int, group: int) -> int:
     """Query tokens of a varlen tile: a power of two, as many as the batch has use for."""
     tile = 16
     while tile * 2 * group <= MAX_TILE_ROWS and tile < min(num_tokens, 256):

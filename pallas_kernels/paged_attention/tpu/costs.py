@@ -20,18 +20,18 @@ def decode_trips(spec: Decode, rows: int, context: int) -> tuple[Trips, ...]:
     chunking = spec.chunking
     low = 0 if chunking.window is None else max(context - chunking.window, 0)
     first, last = low // chunking.tokens, (context - 1) // chunking.tokens
-    blocks = [_blocks(chunking, low, context, chunk) for chunk in range(first, last + 1)]
+    blocks = [blocks_in(chunking, low, context, chunk) for chunk in range(first, last + 1)]
     following = sum(blocks[1:]) / max(len(blocks) - 1, 1)
-    begins = _copies(chunking, blocks[0])
+    begins = copy_trips(chunking, blocks[0])
     runs = chunking.layout.num_kv_heads // spec.heads_together
     compute = (Trips(runs),) if runs > 1 else ()
-    clear = _clear(chunking, (low - first * chunking.tokens) / max(last - first, 1), None)
-    full = Trips(last - first, (*_copies(chunking, following), *clear, *compute))
+    clear = clear_trips(chunking, (low - first * chunking.tokens) / max(last - first, 1), None)
+    full = Trips(last - first, (*copy_trips(chunking, following), *clear, *compute))
     tails, smaller, count = [], 0, context - last * chunking.tokens
     for tokens in chunking.tails:
         is_run = smaller < count <= tokens
         behind = max(tokens - count, 0) // chunking.layout.slab
-        tails.append(Trips(float(is_run), (*_clear(chunking, 0, behind), *compute)))
+        tails.append(Trips(float(is_run), (*clear_trips(chunking, 0, behind), *compute)))
         smaller = tokens
     tile = min(ROW_TILE, rows)
     tiles = -(-rows // tile)
@@ -45,19 +45,22 @@ def decode_trips(spec: Decode, rows: int, context: int) -> tuple[Trips, ...]:
     return (Trips(tiles, in_tile),) if tiles > 1 else in_tile
 
 
-def _blocks(chunking: Chunking, low: int, high: int, chunk: int) -> int:
+def blocks_in(chunking: Chunking, low: int, high: int, chunk: int) -> int:
+    """Blocks of a chunk that hold something of positions `low` to `high`."""
     size, base = chunking.layout.block_size, chunk * chunking.blocks
     return min(base + chunking.blocks, -(-high // size)) - max(base, low // size)
 
 
-def _copies(chunking: Chunking, blocks: float) -> tuple[Trips, ...]:
+def copy_trips(chunking: Chunking, blocks: float) -> tuple[Trips, ...]:
+    """The loops of `ChunkBuffers.start`."""
     together = chunking.copies_together
     if together == 1:
         return (Trips(blocks),)
     return (Trips(blocks // together), Trips(blocks - blocks // together * together))
 
 
-def _clear(chunking: Chunking, before: float, behind: int | None) -> tuple[Trips, ...]:
+def clear_trips(chunking: Chunking, before: float, behind: int | None) -> tuple[Trips, ...]:
+    """The loops of `ChunkBuffers.clear`: positions before the window, slabs behind the end; None: a full chunk."""
     slab = chunking.layout.slab
     loops = () if chunking.window is None else (Trips(max(before, 0) // slab),)
     if behind is None:
