@@ -9,6 +9,10 @@ from cbjax.paths import cache_dir
 
 log = logging.getLogger(__name__)
 
+# Seconds from which jax keeps a program. One of a small model compiles in about a second; tracing again is all that a
+# second start should pay.
+SHORTEST_COMPILE = 0.2
+
 
 def enable_compilation_cache() -> str:
     """Turns jax's persistent cache on, unless the user has set one up or turned it off.
@@ -29,8 +33,7 @@ def enable_compilation_cache() -> str:
         log.warning("programs are not kept between processes: %s (set CBJAX_CACHE to a folder of yours)", error)
         return f"off: {path} cannot be made ({error.strerror})"
     jax.config.update("jax_compilation_cache_dir", str(path))
-    # A program of a small model compiles in about a second; tracing again is all that a second start should pay.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_COMPILE)
     return str(path)
 
 

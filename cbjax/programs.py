@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,9 @@ class ModelDevice:
                 lowered = jax.jit(step, donate_argnums=(1, 2)).lower(weights, kv, slots, batch)
         elif key == "table":
             entries = jax.ShapeDtypeStruct((4, TABLE_ENTRIES), np.int32)
-            lowered = jax.jit(write_table, donate_argnums=0).lower(_shapes(self.slots.table), entries)
+            # A function of its own each time: of one that it knows, jax would hand out the executable that an earlier
+            # session read from jax's cache, and not count that as a hit.
+            lowered = jax.jit(partial(write_table), donate_argnums=0).lower(_shapes(self.slots.table), entries)
         else:
             lowered = lower_block_program(key, kv, _ids(self._blocks_per_call), self.cache.block_axis)
         return lowered, time.perf_counter() - start

@@ -184,6 +184,20 @@ def test_what_jax_read_from_its_own_cache_is_not_written_again(own_cache, monkey
     assert not (own_cache / "programs").exists()
 
 
+def test_nor_is_it_by_a_second_session_that_jax_gives_the_same_program_again(own_cache, monkeypatch):
+    """Such a program lacks functions when it runs, so a third process could not go on."""
+    monkeypatch.setattr("cbjax.compilation_cache.SHORTEST_COMPILE", 0.0)
+    lm, _, tokens = start(own_cache)
+    lm.close()
+    shutil.rmtree(own_cache / "programs")  # as if cbjax were another version
+    jax.clear_caches()  # as if the process were
+    for _ in range(2):
+        lm, _, again = start(own_cache)
+        lm.close()
+        assert again == tokens
+        assert not (own_cache / "programs").exists()
+
+
 def test_hits_of_the_cache_of_jax_are_counted(own_cache):
     jax.config.update("jax_compilation_cache_dir", str(own_cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
