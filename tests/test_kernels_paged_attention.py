@@ -1,7 +1,8 @@
 """Paged attention: every implementation against the float64 reference, over shapes and features.
 
 The TPU kernels run interpreted, once with copies done at once and races looked for, once with copies as late as may be
-and memory full of NaN; the two find different mistakes (`test_kernels_planted_bugs.py`).
+and memory full of NaN; the two find different mistakes (`test_kernels_planted_bugs.py`). The GPU kernels run
+interpreted with both at once.
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_cases import BACKENDS, Batch, Case, check, make_batch, on_tpu
+from kernel_cases import BACKENDS, Batch, Case, check, computable, make_batch, on_tpu
 
 from pallas_kernels.paged_attention.tpu import softmax
 
@@ -40,6 +41,7 @@ SLOW_TO_INTERPRET = {
     "odd heads",
     "8-bit floats",
 }
+SLOW_ON_GPU = {"more than int16 positions", "a window", "odd heads"}
 
 
 def _parameters():
@@ -47,8 +49,13 @@ def _parameters():
         for backend in BACKENDS:
             if backend == "xla" and jnp.dtype(case.store_dtype).itemsize == 1:
                 continue  # it has no scales
+            if backend == "gpu" and case.store_dtype == "int8":
+                continue  # no form for it
             # Each case runs in one mode at least; the nightly run has all.
-            marks = [pytest.mark.slow] if backend == "tpu, on_wait" and name in SLOW_TO_INTERPRET else []
+            is_slow = (backend == "tpu, on_wait" and name in SLOW_TO_INTERPRET) or (
+                backend == "gpu" and name in SLOW_ON_GPU
+            )
+            marks = [pytest.mark.slow] if is_slow else []
             yield pytest.param(backend, case, id=f"{backend}: {name}", marks=marks)
 
 
@@ -79,10 +86,11 @@ def _cases(draw):
     )
 
 
+@pytest.mark.parametrize("backend", ["tpu, eager", "gpu"])
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=_cases())
-def test_drawn_batches_equal_the_reference(case):
-    check("tpu, eager", case)
+def test_drawn_batches_equal_the_reference(backend, case):
+    check(backend, case)
 
 
 @pytest.mark.slow
@@ -91,6 +99,25 @@ def test_drawn_batches_equal_the_reference(case):
 @given(case=_cases())
 def test_many_drawn_batches_equal_the_reference(backend, case):
     check(backend, case)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of the interpreter, which is NumPy's
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("array", ["q", "k", "v"])
+@pytest.mark.parametrize("backend", ["xla", "tpu, on_wait", "gpu"])
+def test_invariant_6_a_row_with_numbers_that_are_none_fails_alone_and_is_seen_to(backend, array, value):
+    """The second of three rows in one tile, and one that is decoded; rows of others are as if nothing were."""
+    case = Case(rows=((4, 4), (3, 3), (20, 1), (5, 2)), kv_heads=1, group=1, padding_rows=0)
+    batch = make_batch(computable(backend, case))
+    expected, _ = BACKENDS[backend](batch)
+    for row in (1, 2):
+        bad = getattr(batch, array).copy()
+        bad[batch.q_start[row]] = value
+        out, _ = BACKENDS[backend](replace(batch, **{array: bad}))
+        mine = slice(batch.q_start[row], batch.q_start[row + 1])
+        assert not np.isfinite(np.asarray(out[mine], np.float32)).all(), "hidden"
+        others = np.delete(np.asarray(out), mine, axis=0)
+        np.testing.assert_array_equal(others, np.delete(np.asarray(expected), mine, axis=0))
 
 
 def _dot_in_order(a, b, dimensions, **_):

@@ -1,16 +1,25 @@
-"""Paged attention as a function of arrays: its arguments are checked here, and computed with by the TPU kernels."""
+"""Paged attention as a function of arrays: its arguments are checked here, and computed with by the TPU kernels.
+
+`paged_attention` is that of GPUs, too, whose own entrance is `pallas_kernels.paged_attention.gpu`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.checks import check_arrays, check_options, check_rows
 from pallas_kernels.paged_attention.tpu.attend import Sizes, attend
 from pallas_kernels.paged_attention.tpu.layout import KVLayout
 from pallas_kernels.paged_attention.tpu.plan import Plan, make_plan
 from pallas_kernels.paged_attention.tpu.tuning import sizes_for
+
+if TYPE_CHECKING:
+    from pallas_kernels.paged_attention.gpu import GpuSizes
+
+type Backend = Literal["tpu", "gpu"]
 
 # Query rows of a kv head that a varlen tile has at most.
 MAX_TILE_ROWS = 512
@@ -34,17 +43,19 @@ def paged_attention(
     k_scales: jax.Array | None = None,
     v_scales: jax.Array | None = None,
     single_token_rows: bool = False,
-    sizes: Sizes | None = None,
+    sizes: Sizes | GpuSizes | None = None,
+    backend: Backend | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the rows' new keys and values into the store, then attends over it.
 
     Args:
-      q: [tokens, heads, head_dim], float32 or bfloat16; query head h reads kv head `h // (heads / kv_heads)`.
+      q: [tokens, heads, head_dim], float32 or bfloat16, on GPUs bfloat16 or float16; query head h reads kv head
+        `h // (heads / kv_heads)`.
       k: [tokens, kv_heads, head_dim]; rounded to the store's dtype.
       v: [tokens, kv_heads, head_dim]; rounded to the store's dtype.
-      kv: one layer's store, of the shape and dtype of its `KVLayout`; donate it.
-      table: i32[slots + 1, max_blocks], block ids.
+      kv: one layer's store, of the shape and dtype of its `KVLayout`, on GPUs its `GpuLayout`; donate it.
+      table: i32[slots + 1, max_blocks], block ids, wide enough for every context, which is not checked.
       slot: i32[rows], row of `table` for each batch row.
       q_start: i32[rows + 1]; row r's new tokens are `q_start[r]` to `q_start[r + 1]`.
       context_len: i32[rows], tokens of the row in the store after the call; the new tokens are the last of them.
@@ -56,8 +67,9 @@ def paged_attention(
       k_scales: f32[kv_heads]; keys are stored divided by them. With `v_scales`, for stores of 8 bits.
       v_scales: f32[kv_heads]; values are stored divided by them.
       single_token_rows: static promise that row r has the one token r; leaves the varlen part out.
-      sizes: None: what was found best for the chip and the store (`tuning.sizes_for`).
-      interpret: for `pallas_call`.
+      sizes: `GpuSizes` on GPUs; None: what was found best for the chip and the store (`tuning.sizes_for`).
+      backend: whose kernels; None: those of the default device, a TPU's if it is neither.
+      interpret: `InterpretParams` of a TPU, or `InterpretGPUParams`, to run on a CPU.
 
     Returns:
       out [tokens, heads, head_dim] in q's dtype, zeros for padding, and the new store.
@@ -66,6 +78,14 @@ def paged_attention(
       ValueError: shapes or dtypes that do not go together.
       NotImplementedError: sizes that the kernels have no form for.
     """
+    if (backend or jax.default_backend()) == "gpu":
+        from pallas_kernels.paged_attention import gpu
+
+        return gpu.paged_attention(
+            q, k, v, kv, table, slot, q_start, context_len, num_rows, scale=scale, window=window, soft_cap=soft_cap,
+            sinks=sinks, k_scales=k_scales, v_scales=v_scales, single_token_rows=single_token_rows,
+            sizes=cast("GpuSizes | None", sizes), interpret=interpret or None,
+        )  # fmt: skip
     layout = layout_of(q, k, v, kv)
     plan = plan_step(
         table, slot, q_start, context_len, num_rows, num_tokens=q.shape[0], group=q.shape[1] // k.shape[1],
@@ -73,7 +93,7 @@ def paged_attention(
     )  # fmt: skip
     return attend_planned(
         q, k, v, kv, plan, layout, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales,
-        v_scales=v_scales, sizes=sizes, interpret=interpret,
+        v_scales=v_scales, sizes=cast("Sizes | None", sizes), interpret=interpret,
     )  # fmt: skip
 
 
@@ -93,19 +113,7 @@ def plan_step(
     Raises:
       ValueError: shapes or dtypes that do not go together.
     """
-    rows = slot.shape[0] if slot.ndim == 1 else -1
-    for name, array, shape in (
-        ("table", table, (*table.shape[:1], *table.shape[1:]) if table.ndim == 2 else ("slots + 1", "max_blocks")),
-        ("slot", slot, (rows,)),
-        ("q_start", q_start, (rows + 1,)),
-        ("context_len", context_len, (rows,)),
-        ("num_rows", num_rows, ()),
-    ):
-        if array.shape != shape or array.dtype != jnp.int32:
-            expected = f"i32[{', '.join(map(str, shape))}]"
-            raise ValueError(f"{name} must be {expected}; got {array.dtype}[{', '.join(map(str, array.shape))}]")
-    if single_token_rows and rows != num_tokens:
-        raise ValueError(f"single_token_rows needs as many rows as tokens ({num_tokens}); got {rows} rows")
+    check_rows(table, slot, q_start, context_len, num_rows, num_tokens=num_tokens, single_token_rows=single_token_rows)
     return make_plan(
         table, slot, q_start, context_len, num_rows, num_tokens=num_tokens, tile=tile_for(num_tokens, group),
         single_token_rows=single_token_rows,
@@ -131,19 +139,10 @@ def attend_planned(
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` with the plan and the layout made beforehand."""
     heads, head_dim = q.shape[1:]
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1; got {window}")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap must be positive; got {soft_cap}")
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks must be [heads], [{heads}]; got {list(sinks.shape)}")
-    if (k_scales is None) != (v_scales is None):
-        raise ValueError("k_scales and v_scales come together; got one of them")
-    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
-        if scales is not None and scales.shape != (layout.num_kv_heads,):
-            raise ValueError(f"{name} must be [kv_heads], [{layout.num_kv_heads}]; got {list(scales.shape)}")
-    if jnp.issubdtype(layout.dtype, jnp.integer) and k_scales is None:
-        raise ValueError(f"a store of {jnp.dtype(layout.dtype)} needs k_scales and v_scales")
+    window = check_options(
+        heads, layout.num_kv_heads, layout.dtype, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        k_scales=k_scales, v_scales=v_scales,
+    )  # fmt: skip
     return attend(
         q, k, v, kv, plan, layout, sizes or sizes_for(layout, heads), scale=head_dim**-0.5 if scale is None else scale,
         window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales, v_scales=v_scales, interpret=interpret,
@@ -157,21 +156,9 @@ def layout_of(q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array) -> KVLayo
       ValueError: they do not go together.
       NotImplementedError: sizes that the kernels have no form for.
     """
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.ndim != 3:
-            raise ValueError(f"{name} must be [tokens, heads, head_dim]; got {list(array.shape)}")
-    if k.shape != v.shape or k.dtype != v.dtype:
-        raise ValueError(
-            f"k and v must have one shape and dtype; got {k.dtype}{list(k.shape)} and {v.dtype}{list(v.shape)}"
-        )
-    if (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
-        raise ValueError(f"q and k must have as many tokens and as wide heads; got {list(q.shape)} and {list(k.shape)}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"kv heads must divide query heads; got {k.shape[1]} and {q.shape[1]}")
+    check_arrays(q, k, v, kv)
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"the TPU kernels compute with float32 and bfloat16; got q of {q.dtype}")
-    if kv.ndim != 4 or kv.shape[0] < 3:
-        raise ValueError(f"kv must be [num_blocks + 2, planes, block_size, lanes]; got {list(kv.shape)}")
     layout = KVLayout(
         num_kv_heads=k.shape[1], head_dim=k.shape[2], block_size=kv.shape[2], num_blocks=kv.shape[0] - 2, dtype=kv.dtype
     )

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.scaling import head_factors, rounded
 from pallas_kernels.paged_attention.tpu.chunks import Chunking
 from pallas_kernels.paged_attention.tpu.decode import Decode, decode
 from pallas_kernels.paged_attention.tpu.layout import LANES, KVLayout, pad_lanes
-from pallas_kernels.paged_attention.tpu.plan import Plan
+from pallas_kernels.paged_attention.tpu.plan import MOST_CORES, Plan
 from pallas_kernels.paged_attention.tpu.softmax import MASKED
 from pallas_kernels.paged_attention.tpu.update import kv_update
 from pallas_kernels.paged_attention.tpu.varlen import Varlen, varlen
@@ -31,6 +32,12 @@ class Sizes:
     chunk: int = 1024
     vmem_limit_bytes: int | None = None
     cores: int = 1
+
+    def __post_init__(self) -> None:
+        if self.cores not in (1, MOST_CORES):
+            raise ValueError(f"cores must be 1 or {MOST_CORES}; got {self.cores!r}")
+        if self.vmem_limit_bytes is not None and self.vmem_limit_bytes < 1:
+            raise ValueError(f"vmem_limit_bytes must be at least 1 or None; got {self.vmem_limit_bytes}")
 
 
 def attend(
@@ -56,8 +63,8 @@ def attend(
     group = heads // kv_heads
     chunking = Chunking(layout=layout, tokens=sizes.chunk, window=window)
     options = {"interpret": interpret, "vmem_limit_bytes": sizes.vmem_limit_bytes}
-    factors, logits = _factors(scale, k_scales, v_scales, kv_heads), _sink_logits(sinks, kv_heads, group)
-    new = layout.join(_rounded(k, k_scales, layout.dtype), _rounded(v, v_scales, layout.dtype))
+    factors, logits = head_factors(scale, k_scales, v_scales, kv_heads), _sink_logits(sinks, kv_heads, group)
+    new = layout.join(rounded(k, k_scales, layout.dtype), rounded(v, v_scales, layout.dtype))
     padded = pad_lanes(q, lanes)
 
     rows = plan.decode_token
@@ -109,33 +116,12 @@ def attend(
     return _values(mixed, layout, head_dim), kv
 
 
-def _factors(scale: float, k_scales: jax.Array | None, v_scales: jax.Array | None, kv_heads: int) -> jax.Array:
-    """f32[2, kv_heads], what multiplies each head's scores, and its output."""
-    factors = jnp.stack([jnp.full(kv_heads, scale, jnp.float32), jnp.ones(kv_heads, jnp.float32)])
-    if k_scales is None or v_scales is None:
-        return factors
-    return factors * jnp.stack([k_scales, v_scales]).astype(jnp.float32)
-
-
 def _sink_logits(sinks: jax.Array | None, kv_heads: int, group: int) -> jax.Array:
     """f32[kv_heads, group, 128], a logit in every lane; `MASKED` where there is none."""
     shape = (kv_heads, group, LANES)
     if sinks is None:
         return jnp.full(shape, MASKED, jnp.float32)
     return jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, group, 1), shape)
-
-
-def _rounded(x: jax.Array, scales: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Keys or values [tokens, kv_heads, head_dim] as the store holds them."""
-    dtype = jnp.dtype(dtype)
-    if scales is not None:
-        x = x.astype(jnp.float32) / scales.astype(jnp.float32)[None, :, None]
-    if jnp.issubdtype(dtype, jnp.integer):
-        x = jnp.round(x.astype(jnp.float32))
-    if dtype.itemsize == 1:
-        bound = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
-        x = jnp.clip(x.astype(jnp.float32), -float(bound.max), float(bound.max))
-    return x.astype(dtype)
 
 
 def _pad_rows(x: jax.Array, count: int) -> jax.Array:

@@ -21,7 +21,7 @@ def attend_chunk(
     *,
     scale: float | jax.Array,
     soft_cap: float | None,
-    masked_rows: bool = False,
+    served: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The state of some query rows of one head after one more chunk of keys and values.
 
@@ -35,7 +35,8 @@ def attend_chunk(
       visible: bool[rows, tokens]; None: all of them.
       scale: multiplies the scores.
       soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
-      masked_rows: a row may see nothing of the chunk and of those before, and must then keep its state.
+      served: bool[rows, lanes], the rows that this is about, the same in every lane; others see nothing and keep their
+        state, whatever is in the keys and values of those that see it. None: all of them.
     """
     maximum, weights, values = state
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -47,9 +48,9 @@ def attend_chunk(
         scores = jnp.where(visible, scores, MASKED)
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1, keepdims=True))
     chunk = jnp.exp(scores - new_maximum[:, :1])
-    if masked_rows:
+    if served is not None:
         assert visible is not None
-        chunk = jnp.where(visible, chunk, 0.0)
+        chunk = jnp.where(visible, chunk, 0.0)  # of a row that saw nothing before, masked scores are the maximum
     keep = jnp.exp(maximum - new_maximum)
     weights = weights * keep
     for first in range(0, k.shape[0], LANES):
@@ -57,6 +58,8 @@ def attend_chunk(
     mixed = lax.dot_general(
         chunk.astype(v.dtype), v, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
+    if served is not None:  # a weight of 0 does not make a NaN harmless
+        mixed = jnp.where(served, mixed, 0.0)
     return new_maximum, weights, values * keep[:, :1] + mixed
 
 
@@ -66,9 +69,9 @@ def initial_weights(shape: tuple[int, ...]) -> jax.Array:
 
 
 def finish(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """f32[rows, lanes], the mean of the values; 0 where a row saw nothing."""
+    """f32[rows, lanes], the mean of the values; 0 where a row saw nothing, NaN where its sum of weights is one."""
     total = over_lanes(weights)
-    return jnp.where(total > 0.0, values / jnp.where(total > 0.0, total, 1.0), 0.0)
+    return jnp.where(total == 0.0, 0.0, values / jnp.where(total == 0.0, 1.0, total))
 
 
 def over_lanes(x: jax.Array) -> jax.Array:

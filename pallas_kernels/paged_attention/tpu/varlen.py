@@ -273,14 +273,14 @@ class _Items:
 
     def _compute(self, item, chunk, parity, tokens: int, *, masked: bool) -> None:
         spec = self.spec
-        visible = self._visible(item, chunk, tokens) if masked else None
+        visible, served = (self._visible(item, chunk, tokens), self._served(item)) if masked else (None, None)
 
         def compute(head):
             q = jnp.concatenate([self.q[:, _lanes(spec, head, query)] for query in range(spec.group)])
             k, v = self.buffers.keys_and_values(head, parity, tokens, q.dtype)
             state = tuple(ref[head] for ref in self.state)
             factor = self.factors[0, head]
-            state = attend_chunk(state, q, k, v, visible, scale=factor, soft_cap=spec.soft_cap, masked_rows=masked)
+            state = attend_chunk(state, q, k, v, visible, scale=factor, soft_cap=spec.soft_cap, served=served)
             for ref, value in zip(self.state, state, strict=True):
                 ref[head] = value
 
@@ -288,11 +288,20 @@ class _Items:
 
     def _visible(self, item, chunk, tokens: int) -> jax.Array:
         """bool[group * tile, tokens]."""
-        spec, shape = self.spec, (self.spec.group * self.spec.tile, tokens)
-        token = lax.broadcasted_iota(jnp.int32, shape, 0) % spec.tile + self.tile * spec.tile
-        position = lax.broadcasted_iota(jnp.int32, shape, 1) + chunk * spec.chunking.tokens
+        shape = (self.spec.group * self.spec.tile, tokens)
+        token = self._token(shape)
+        position = lax.broadcasted_iota(jnp.int32, shape, 1) + chunk * self.spec.chunking.tokens
         own = token + self.offset[item]
         visible = (position <= own) & (token >= self.first[item]) & (token < self.stop[item])
-        if spec.chunking.window is not None:
-            visible &= position > own - spec.chunking.window
+        if self.spec.chunking.window is not None:
+            visible &= position > own - self.spec.chunking.window
         return visible
+
+    def _served(self, item) -> jax.Array:
+        """bool[group * tile, lanes], the rows of the item's tokens."""
+        token = self._token((self.spec.group * self.spec.tile, self.spec.chunking.layout.lanes))
+        return (token >= self.first[item]) & (token < self.stop[item])
+
+    def _token(self, shape: tuple[int, int]) -> jax.Array:
+        """i32 of this shape, the token in the flat batch that a row belongs to."""
+        return lax.broadcasted_iota(jnp.int32, shape, 0) % self.spec.tile + self.tile * self.spec.tile
