@@ -7,14 +7,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from whole_steps import MODELS, SMALL, compiled_step
 
-from cbjax.attention import LayerSpec, layer_groups, store_spec
 from cbjax.attention.pallas import PallasAttention
-from cbjax.descriptor import Bucket, packed_shape
-from cbjax.models import DecoderConfig, abstract_params, build
-from cbjax.sampling.params import NUM_WORDS
-from cbjax.step import initial_slots, make_step
+from cbjax.descriptor import Bucket
 from pallas_kernels.aot import CHIPS, Case, CompileError, compile_for, inspect
 from pallas_kernels.aot.__main__ import main
 from pallas_kernels.paged_attention import KVLayout, paged_attention
@@ -161,62 +157,21 @@ def test_a_mixed_batch_compiles_and_works_on_the_store_in_place(chip):
     assert memory.temp_size_in_bytes < layout.layer_bytes / 8
 
 
-def _step(chip, config, bucket, *, num_blocks, block_size=64):
-    """The whole jitted step of a model, and the bytes of its store."""
-    layer = LayerSpec(num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
-    windows = config.windows or (None,) * config.num_layers
-    groups = layer_groups([replace(layer, window=window) for window in windows])
-    store = store_spec(
-        groups, num_blocks=num_blocks, block_size=block_size, dtype=jnp.bfloat16, attention=PallasAttention()
-    )
-    graphdef = build(config)
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_params(config))
-    slots = jax.eval_shape(
-        lambda: initial_slots(
-            num_slots=bucket.rows, num_groups=len(groups.windows), max_blocks=128, num_blocks=num_blocks
-        )
-    )
-    step = make_step(lambda params: nnx.merge(graphdef, params), bucket, store, NUM_WORDS)
-    arrays = [spec.abstract() for spec in store.arrays]
-    compiled = compile_for(CHIPS[chip], step, params, arrays, slots, packed_shape(bucket, NUM_WORDS), donate=(1, 2))
-    return compiled.memory_analysis(), sum(spec.layer_bytes for spec in store.arrays)
-
-
-SMALL = DecoderConfig(
-    vocab_size=2048, hidden_size=512, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=128,
-    max_positions=8192,
-)  # fmt: skip
+def _memory_of_step(*arguments, **sizes):
+    compiled, pool = compiled_step(*arguments, **sizes)
+    return compiled.memory_analysis(), pool
 
 
 @pytest.mark.parametrize("bucket", [Bucket(kind="decode", rows=8, tokens=8), Bucket(kind="mixed", rows=8, tokens=64)])
 def test_a_whole_step_has_the_store_in_place_and_temporaries_that_do_not_grow_with_it(bucket):
-    small, pool = _step("v6e", SMALL, bucket, num_blocks=1024)
+    small, pool = _memory_of_step(CHIPS["v6e"], SMALL, bucket, PallasAttention(), num_blocks=1024)
     assert small.alias_size_in_bytes >= pool
-    large, pool = _step("v6e", SMALL, bucket, num_blocks=16 * 1024)
+    large, pool = _memory_of_step(CHIPS["v6e"], SMALL, bucket, PallasAttention(), num_blocks=16 * 1024)
     assert large.alias_size_in_bytes >= pool
     # A mebibyte more or less is the compiler's scheduling; a copy of one layer's array is 512 of them more.
     assert abs(large.temp_size_in_bytes - small.temp_size_in_bytes) < 2**22 < pool / 256
 
 
-MODELS = {
-    "SmolLM2-135M": DecoderConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
-        head_dim=64, max_positions=8192, tie_embeddings=True,
-    ),
-    "Llama-3-8B": DecoderConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8,
-        head_dim=128, max_positions=8192,
-    ),
-    "Qwen3-4B": DecoderConfig(
-        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32, num_kv_heads=8,
-        head_dim=128, max_positions=40960, tie_embeddings=True, qk_norm=True,
-    ),
-    "Gemma-3-4B": DecoderConfig(
-        vocab_size=262208, hidden_size=2560, intermediate_size=10240, num_layers=34, num_heads=8, num_kv_heads=4,
-        head_dim=256, max_positions=131072, tie_embeddings=True, qk_norm=True, post_norms=True, norm_offset=1.0,
-        activation="gelu_tanh", windows=tuple(None if layer % 6 == 5 else 1024 for layer in range(34)),
-    ),
-}  # fmt: skip
 # Blocks of 64 tokens, so that weights and store fit into a chip of 16 GB; 8B weights alone do not.
 POOLS = {("v5e", "Llama-3-8B"): 0, ("v5e", "Qwen3-4B"): 512, ("v5e", "Gemma-3-4B"): 512}
 
@@ -232,9 +187,9 @@ def test_the_steps_of_real_models_compile_with_the_store_in_place(chip, name, bu
     num_blocks = POOLS.get((chip, name), 2048)
     if not num_blocks:
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"Ran out of memory|RESOURCE_EXHAUSTED"):
-            _step(chip, MODELS[name], bucket, num_blocks=256)
+            _memory_of_step(CHIPS[chip], MODELS[name], bucket, PallasAttention(), num_blocks=256)
         return
-    memory, pool = _step(chip, MODELS[name], bucket, num_blocks=num_blocks)
+    memory, pool = _memory_of_step(CHIPS[chip], MODELS[name], bucket, PallasAttention(), num_blocks=num_blocks)
     assert memory.alias_size_in_bytes >= pool
     # Images of the logits are most of it; of a store there is none.
     assert memory.temp_size_in_bytes < 6 * 4 * bucket.rows * MODELS[name].vocab_size + 2**26

@@ -37,7 +37,7 @@ def test_a_listing_is_read_as_a_tree_of_loops():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["v9"], "chips are v4, v5e, v5p, v6e, tpu7x; got 'v9'"),
+        (["v9"], "chips are v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200; got 'v9'"),
         (
             ["v6e", "--op", "conv"],
             "kernels are paged_attention and kv_update, the first in the phases decode and prefill; got conv",
@@ -47,6 +47,17 @@ def test_a_listing_is_read_as_a_tree_of_loops():
         (["v6e", "--head-dim", "512"], "heads of at most 256; got head_dim 512"),
         (["v6e", "--chunk", "300"], "power of two"),
         (["v6e", "--dtype", "float16"], "got float16"),
+        (["v6e", "--dtype", "nonsense"], "dtype must name a dtype; got 'nonsense'"),
+        (["v6e", "--kv-dtype", "nonsense"], "kv_dtype must name a dtype"),
+        (["v6e", "--heads", "0"], "heads must be at least 1; got 0"),
+        (["v6e", "--block-size", "0"], "block_size must be at least 1; got 0"),
+        (["v6e", "--window", "0"], "window must be an int of at least 1"),
+        (["v6e", "--soft-cap", "nan"], "soft_cap must be a positive, finite number; got nan"),
+        (["v6e", "--chunk", "1048576"], "a chunk has at most 8192 tokens"),
+        (["v5p", "--cores", "2", "--rows", "17"], "multiple of 16 rows; got 2 and 17 rows"),
+        (["v5p", "--cores", "0"], "cores is 1, or 2"),
+        (["v6e", "--timeout", "nan"], "--timeout must be a positive number"),
+        (["v6e", "--json", "no_folder/x.json"], "its folder does not exist"),
     ],
 )
 def test_what_cannot_be_compiled_is_said(capsys, argv, message):

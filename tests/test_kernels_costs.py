@@ -80,7 +80,7 @@ def test_an_update_writes_every_slab_and_reads_those_it_does_not_fill(new, conte
         (Case(phase="backward"), "kernels are paged_attention and kv_update"),
         (Case(op="matmul"), "got matmul in decode"),
         (Case(phase="prefill", new_tokens=9, context=8), "1 to context"),
-        (Case(phase="prefill", new_tokens=0), "1 to context"),
+        (Case(phase="prefill", new_tokens=0), "new_tokens must be at least 1"),
         (Case(heads=9, kv_heads=2), "kv heads must divide"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the TPU compiler knows of a kernel, without a TPU: `python -m pallas_kernels.aot v6e --phase decode`."""
+"""What a chip's compiler knows of a kernel, without the chip: `python -m pallas_kernels.aot v6e --phase decode`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from pallas_kernels.aot.cases import OPS, PHASES, Case
 from pallas_kernels.aot.chips import CHIPS, chip_named
+from pallas_kernels.aot.gpu_chips import GPU_CHIPS
+from pallas_kernels.aot.gpu_report import GpuReport, inspect_gpu
+from pallas_kernels.aot.gpu_table import gpu_table
 from pallas_kernels.aot.report import CompileError, Report, inspect
+
+# What is compiled for GPUs.
+GPU_CASES = "pallas_kernels.aot.gpu_cases:build"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table, and writes it with --json; 0, or 1 with a message for what cannot be compiled."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.aot", description=__doc__)
-    parser.add_argument("chip", help=f"one of {', '.join(CHIPS)}")
+    parser.add_argument("chip", help=f"one of {', '.join((*CHIPS, *GPU_CHIPS))}")
     parser.add_argument("--op", default="paged_attention", help=f"one of {', '.join(OPS)}")
     parser.add_argument("--phase", default="decode", help=f"one of {', '.join(PHASES)}")
     for name, text in (
@@ -39,23 +46,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--dtype", default="bfloat16", help="of queries, and of the store unless --kv-dtype names another"
     )
     parser.add_argument("--kv-dtype", help="of the store")
+    parser.add_argument(
+        "--program", metavar="MODULE:FUNCTION", help="of GPUs: a function that gives another GpuProgram to compile"
+    )
+    parser.add_argument("--sizes", default="{}", metavar="JSON", help="of the program, its keyword arguments")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds (default 600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
     args = parser.parse_args(argv)
-    given = {field.name: getattr(args, field.name) for field in fields(Case)}
     try:
-        report = inspect(
-            chip_named(args.chip),
-            Case(**{name: value for name, value in given.items() if value is not None}),
-            timeout=args.timeout,
-        )
-    except (ValueError, NotImplementedError, CompileError) as error:
+        _check(args)
+        report = _inspect(args)
+    except (ValueError, NotImplementedError, ModuleNotFoundError, CompileError) as error:
         print(f"pallas_kernels.aot: {error}", file=sys.stderr)
         return 1
-    print(table(report))
+    print(gpu_table(report) if isinstance(report, GpuReport) else table(report))
     if args.json:
         args.json.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ValueError for what would be found after the compiler's work only."""
+    if not 0 < args.timeout < float("inf"):
+        raise ValueError(f"--timeout must be a positive number of seconds; got {args.timeout}")
+    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+        raise ValueError(f"--json {args.json}: that is a folder, or its folder does not exist; name a file")
+
+
+def _inspect(args: argparse.Namespace) -> Report | GpuReport:
+    """What the arguments ask for; raises as `inspect` and `inspect_gpu`."""
+    named = {field.name: getattr(args, field.name) for field in fields(Case)}
+    given = {name: value for name, value in named.items() if value is not None}
+    if args.chip in GPU_CHIPS:
+        sizes = given if args.program is None else _sizes(args.sizes)
+        return inspect_gpu(GPU_CHIPS[args.chip], args.program or GPU_CASES, sizes, timeout=args.timeout)
+    if args.chip not in CHIPS:
+        raise NotImplementedError(f"chips are {', '.join((*CHIPS, *GPU_CHIPS))}; got {args.chip!r}")
+    return inspect(chip_named(args.chip), Case(**given), timeout=args.timeout)
+
+
+def _sizes(text: str) -> dict[str, Any]:
+    try:
+        sizes = json.loads(text)
+    except json.JSONDecodeError:
+        sizes = None
+    if not isinstance(sizes, dict):
+        raise ValueError(f"--sizes must be a JSON object; got {text!r}")
+    return sizes
 
 
 def table(report: Report) -> str:

@@ -10,16 +10,21 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.aot.bundles import Trips
+from pallas_kernels.aot.sizes import check_dtypes, check_sizes
 from pallas_kernels.paged_attention import KVLayout, Sizes, paged_attention
 from pallas_kernels.paged_attention.api import tile_for
 from pallas_kernels.paged_attention.tpu.chunks import Chunking
 from pallas_kernels.paged_attention.tpu.costs import decode_bytes, decode_trips
-from pallas_kernels.paged_attention.tpu.decode import Decode
+from pallas_kernels.paged_attention.tpu.decode import ROW_TILE, Decode
 from pallas_kernels.paged_attention.tpu.layout import LANES
+from pallas_kernels.paged_attention.tpu.plan import MOST_CORES
 from pallas_kernels.paged_attention.tpu.update import kv_update
 from pallas_kernels.paged_attention.tpu.update_costs import update_bytes, update_trips
 from pallas_kernels.paged_attention.tpu.varlen import Varlen, varlen
 from pallas_kernels.paged_attention.tpu.varlen_costs import items_of, varlen_bytes, varlen_trips
+
+# Tokens; two of longer ones fit no VMEM, and take the compiler minutes.
+_LONGEST_CHUNK = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +89,7 @@ def build(case: Case, *, vmem_limit_bytes: int | None = None) -> Built:
             f"kernels are {' and '.join(OPS)}, the first in the phases {' and '.join(PHASES)}; "
             f"got {case.op} in {case.phase}"
         )
-    if case.kv_heads < 1 or case.heads % case.kv_heads:
-        raise ValueError(f"kv heads must divide query heads; got {case.kv_heads} and {case.heads}")
+    _check(case)
     make = _update if case.op == "kv_update" else PHASES[case.phase]
     if make is not _decode and not 1 <= case.new_tokens <= case.context:
         raise ValueError(f"a row has 1 to context ({case.context}) new tokens; got {case.new_tokens}")
@@ -97,6 +101,22 @@ def build(case: Case, *, vmem_limit_bytes: int | None = None) -> Built:
         dtype=case.kv_dtype or case.dtype,
     )
     return make(case, layout, vmem_limit_bytes or case.vmem_limit_bytes)
+
+
+def _check(case: Case) -> None:
+    """Raises ValueError for what the compiler would say less clearly, or take long to find."""
+    counts = ("heads", "kv_heads", "head_dim", "block_size", "rows", "context", "new_tokens", "vmem_limit_bytes")
+    check_sizes(**{name: getattr(case, name) for name in (*counts, "window", "soft_cap")})
+    if case.chunk > _LONGEST_CHUNK:
+        raise ValueError(f"a chunk has at most {_LONGEST_CHUNK} tokens; got {case.chunk}")
+    if case.cores not in (1, MOST_CORES) or (case.cores > 1 and case.rows % (MOST_CORES * ROW_TILE)):
+        raise ValueError(
+            f"cores is 1, or {MOST_CORES} that share a multiple of {MOST_CORES * ROW_TILE} rows; got {case.cores} and "
+            f"{case.rows} rows"
+        )
+    check_dtypes(dtype=case.dtype, kv_dtype=case.kv_dtype or case.dtype)
+    if case.dtype not in ("float32", "bfloat16"):
+        raise NotImplementedError(f"the TPU kernels compute with float32 and bfloat16; got {case.dtype}")
 
 
 def _decode(case: Case, layout: KVLayout, vmem_limit_bytes: int) -> Built:
@@ -111,7 +131,13 @@ def _decode(case: Case, layout: KVLayout, vmem_limit_bytes: int) -> Built:
     def function(*arrays: Any) -> Any:
         scales = dict(zip(("k_scales", "v_scales"), arrays[9:], strict=False))
         return paged_attention(
-            *arrays[:9], window=case.window, soft_cap=case.soft_cap, single_token_rows=True, sizes=sizes, **scales
+            *arrays[:9],
+            window=case.window,
+            soft_cap=case.soft_cap,
+            single_token_rows=True,
+            sizes=sizes,
+            backend="tpu",
+            **scales,
         )
 
     rows, seen = case.rows, min(case.context, case.window or case.context)
