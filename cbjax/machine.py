@@ -32,6 +32,8 @@ class MachineFacts:
     """Attributes:
     platform: "cpu", "gpu" or "tpu".
     device: the device's name.
+    capability: a GPU's compute capability, as "9.0".
+    multiprocessors: of a GPU.
     free_bytes: memory that nobody uses yet, in bytes.
     source: where that number comes from.
     available_ram_bytes: main memory that nobody uses yet, in bytes; None: not known.
@@ -46,6 +48,8 @@ class MachineFacts:
     available_ram_bytes: int | None = None
     host_memory: HostMemory = HostMemory()
     dispatches_ahead: bool = True
+    capability: str | None = None
+    multiprocessors: int | None = None
 
 
 def machine_facts() -> MachineFacts:
@@ -68,6 +72,8 @@ def machine_facts() -> MachineFacts:
         available_ram_bytes=ram,
         host_memory=host_memory(device),
         dispatches_ahead=device.platform != "cpu" or bool(jax.config.read("jax_cpu_enable_async_dispatch")),
+        capability=getattr(device, "compute_capability", None) if device.platform == "gpu" else None,
+        multiprocessors=getattr(device, "core_count", None) if device.platform == "gpu" else None,
     )
 
 

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from cbjax.attention import Attention, AttentionChoice, LayerGroups, choose_attention, layer_groups, store_spec
+from cbjax.attention import (
+    Attention,
+    AttentionChoice,
+    LayerGroups,
+    Place,
+    choose_attention,
+    layer_groups,
+    store_spec,
+)
 from cbjax.cache import (
     CALLS_IN_FLIGHT,
     HostTier,
@@ -74,7 +82,8 @@ class Session:
             attention=choice.attention,
         )
         host_tier = HostTier(self.machine.host_memory.kind) if resolved.host_blocks else None
-        folder = program_folder() if config.compilation_cache and lm.description else None
+        is_kept = config.compilation_cache and lm.description and not choice.is_interpreted
+        folder = program_folder() if is_kept else None
         store = None if folder is None else ProgramStore(folder, lm.description)
         self.device = ModelDevice(lm.bind, lm.params, cache, scheduler, host_tier=host_tier, store=store)
         self.device.on_compiled = lm.tracer.compiled
@@ -236,13 +245,15 @@ def attention_of(lm: CausalLM, config: ContinuousBatchingConfig, machine: Machin
     Raises:
       NotImplementedError: what was asked for cannot be.
     """
-    return choose_attention(
-        config.attn_implementation,
+    place = Place(
         platform=machine.platform,
-        layers=lm.layers,
+        capability=machine.capability,
+        multiprocessors=machine.multiprocessors,
         block_size=config.block_size,
         dtype=lm.dtype,
+        batch_invariant=config.batch_invariant,
     )
+    return choose_attention(config.attn_implementation, lm.layers, place)
 
 
 def model_facts(lm: CausalLM, groups: LayerGroups, block_size: int, attention: Attention) -> ModelFacts:

@@ -3,28 +3,30 @@
 import pytest
 
 from cbjax import ContinuousBatchingConfig
-from cbjax.attention import LayerSpec, choose_attention
+from cbjax.attention import LayerSpec, Place, choose_attention
 from cbjax.config import ATTENTIONS
 from cbjax.testing import tiny_llama
 
 LAYERS = [LayerSpec(num_heads=4, num_kv_heads=2, head_dim=64)]
 
 
-def choose(asked=None, **facts):
-    given = {"platform": "tpu", "layers": LAYERS, "block_size": 64, "dtype": "bfloat16"} | facts
-    return choose_attention(asked, **given)
+def choose(asked=None, *, layers=LAYERS, **facts):
+    given = {"platform": "tpu", "capability": "9.0", "block_size": 64, "dtype": "bfloat16"} | facts
+    return choose_attention(asked, layers, Place(**given))
 
 
 @pytest.mark.parametrize(
     ("asked", "platform", "used", "layout", "why"),
     [
-        (None, "tpu", "pallas", "block_major", "kernels for TPUs"),
-        ("pallas", "tpu", "pallas", "block_major", "as asked"),
-        (None, "cpu", "xla", "head_major", "kernels are for TPUs"),
-        (None, "gpu", "xla", "head_major", "kernels are for TPUs"),
+        (None, "tpu", "pallas", "tpu", "kernels for TPUs"),
+        ("pallas", "tpu", "pallas", "tpu", "as asked"),
+        (None, "gpu", "pallas", "gpu", "kernels for GPUs"),
+        ("pallas", "gpu", "pallas", "gpu", "as asked"),
+        (None, "cpu", "xla", "head_major", "kernels are for TPUs and GPUs"),
         ("xla", "tpu", "xla", "head_major", "as asked"),
+        ("xla", "gpu", "xla", "head_major", "as asked"),
         ("eager", "tpu", "eager", "head_major", "slow"),
-        ("pallas", "cpu", "pallas, interpreted", "block_major", "there is no TPU"),
+        ("pallas", "cpu", "pallas, interpreted", "tpu", "there is no TPU"),
     ],
 )
 def test_what_is_asked_for_is_given_else_what_suits_the_device(asked, platform, used, layout, why):
@@ -32,6 +34,10 @@ def test_what_is_asked_for_is_given_else_what_suits_the_device(asked, platform, 
     assert choice.used == used
     assert choice.attention.layout == layout
     assert why in choice.why
+    assert choice.is_interpreted == ("interpreted" in used)
+
+
+WIDE = [*LAYERS, LayerSpec(num_heads=1, num_kv_heads=1, head_dim=576)]
 
 
 @pytest.mark.parametrize(
@@ -39,19 +45,29 @@ def test_what_is_asked_for_is_given_else_what_suits_the_device(asked, platform, 
     [
         ({"block_size": 48}, r"block_size must be one of \(16, 32, 64, 128, 256\)"),
         ({"dtype": "float16"}, "got float16"),
-        ({"layers": [*LAYERS, LayerSpec(num_heads=1, num_kv_heads=1, head_dim=576)]}, "got head_dim 576"),
+        ({"layers": WIDE}, "got head_dim 576"),
+        ({"platform": "gpu", "block_size": 48}, r"block_size must be one of \(16, 32, 64, 128, 256\)"),
+        ({"platform": "gpu", "dtype": "float32"}, "got float32"),
+        ({"platform": "gpu", "layers": WIDE}, "got head_dim 576"),
+        ({"platform": "gpu", "layers": [LayerSpec(num_heads=130, num_kv_heads=2, head_dim=64)]}, "kv head; got 65"),
+        ({"platform": "gpu", "batch_invariant": True}, "batch_invariant"),
+        ({"platform": "gpu", "capability": "8.0"}, r"Hopper's .*\(compute capability 9.0\), and this GPU has 8.0"),
+        ({"platform": "gpu", "capability": "10.0"}, "this GPU has 10.0"),
+        ({"platform": "gpu", "capability": "gfx942"}, "this GPU has gfx942"),
+        ({"platform": "gpu", "capability": None}, "this GPU has an unknown one"),
     ],
 )
 def test_invariant_8_what_the_kernels_cannot_serve_is_said_or_refused(facts, why):
     choice = choose(**facts)
     assert choice.used == "xla"
-    with pytest.raises(NotImplementedError, match=f"attn_implementation='pallas': .*{why}.*leave it at None"):
+    assert "not the Pallas kernels: " in choice.why
+    with pytest.raises(NotImplementedError, match=f"attn_implementation='pallas': .*{why}.*leave it at None.*xla"):
         choose("pallas", **facts)
 
 
-def test_on_a_gpu_the_tpu_kernels_are_refused_and_the_remedy_is_named():
-    with pytest.raises(NotImplementedError, match="are for TPUs, and this is a gpu; leave it at None, which takes xla"):
-        choose("pallas", platform="gpu")
+def test_a_gpus_grids_are_as_large_as_the_gpu():
+    assert choose(platform="gpu", multiprocessors=114).attention.sizes.multiprocessors == 114
+    assert choose(platform="gpu").attention.sizes.multiprocessors == 132
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)

@@ -4,6 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
+
 from cbjax import cli
 from cbjax.simulate import LinearCost
 
@@ -59,3 +61,15 @@ def test_the_readme_has_both_commands_and_links_that_exist():
         assert re.search(rf"<!-- command: {marker} -->\n```bash\n.+\n```", readme)
     for link in re.findall(r"\]\(([^)#]+)\)", readme):
         assert link.startswith("http") or (ROOT / link).exists(), link
+
+
+def test_the_kernels_page_calls_them_and_gets_what_attention_is():
+    (source,) = code_blocks("docs/kernels.md")
+    names = {}
+    exec(compile(source, "docs/kernels.md", "exec"), names)
+    q, k, v = (np.asarray(names[name], np.float64) for name in "qkv")
+    scores = np.einsum("qhd,khd->hqk", q, k.repeat(2, axis=1)) / np.sqrt(128)
+    scores[:, ~np.tri(35, dtype=bool)] = -np.inf
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    expected = np.einsum("hqk,khd->qhd", weights / weights.sum(axis=2, keepdims=True), v.repeat(2, axis=1))
+    np.testing.assert_allclose(names["out"], expected, atol=2e-5)

@@ -5,10 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from pressed_models import NAMES, make
 
 from cbjax import ContinuousBatchingConfig, GenerationConfig
+from cbjax.attention import AttentionChoice
+from cbjax.attention.pallas_gpu import PallasGpuAttention
 from cbjax.testing import tiny_llama
+from pallas_kernels.paged_attention.gpu import GpuLayout, GpuSizes
 
 PROMPTS = [list(range(40, 75)), list(range(40, 72)), [5], [200, 9, 9, 31, 7, 64, 12, 80, 3]]
 
@@ -53,6 +57,38 @@ def test_invariant_4_tokens_do_not_depend_on_who_attends(lm, wanted, name):
     assert tokens == alone[0]
     np.testing.assert_allclose(np.concatenate(logprobs), np.concatenate(alone[1]), atol=1e-5)
     assert lm.summary.offloads + lm.summary.soft_resets > 0
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A model whose sessions attend by the GPU kernels, interpreted."""
+    model = tiny_llama(num_layers=1, dtype="bfloat16")
+    attention = PallasGpuAttention(
+        sizes=GpuSizes(multiprocessors=2, decode_programs=1), interpret=plgpu.InterpretGPUParams()
+    )
+    choice = AttentionChoice(attention=attention, used="pallas", why="for this test", is_interpreted=True)
+    yield model, lambda: monkeypatch.setattr("cbjax.session.attention_of", lambda *_: choice)
+    model.close()
+
+
+def test_invariant_4_the_gpu_kernels_give_the_tokens_that_xla_gives(on_gpu):
+    """In bfloat16, so a near tie may fall either way: from there on a request's greedy tokens are others."""
+    model, take = on_gpu
+    asked = GenerationConfig(max_new_tokens=8, eos_token_id=-1)
+    tight = {"num_blocks": 5, "safety_margin": 0.0}
+    wanted = list(model.generate_batch(PROMPTS, asked, batching("xla")).values())
+    model.close()
+    take()
+    for settings in ({}, tight):
+        outputs, ties = model.generate_batch(PROMPTS, asked, batching("pallas", **settings)).values(), 0
+        for output, right in zip(outputs, wanted, strict=True):
+            pairs = zip(output.generated_tokens, right.generated_tokens, strict=True)
+            tie = next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), 8)
+            ties += tie < 8
+            np.testing.assert_allclose(output.logprobs[: tie + 1], right.logprobs[: tie + 1], atol=0.05)
+        assert ties <= 1
+    (array, *_) = model.session.device.cache.kv
+    assert array.shape == GpuLayout(num_kv_heads=2, head_dim=16, block_size=16, num_blocks=5).shape
 
 
 # The random jobs of the tests of running ahead, in blocks that the kernels take.

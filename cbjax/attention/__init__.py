@@ -14,6 +14,7 @@ from cbjax.attention.implementation import XlaAttention as XlaAttention
 from cbjax.attention.paged import PagedAttend as PagedAttend
 from cbjax.attention.recording import record_layers as record_layers
 from cbjax.attention.selection import AttentionChoice as AttentionChoice
+from cbjax.attention.selection import Place as Place
 from cbjax.attention.selection import choose_attention as choose_attention
 from cbjax.attention.spec import KVSpec as KVSpec
 from cbjax.attention.store import StoreSpec as StoreSpec

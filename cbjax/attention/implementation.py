@@ -16,6 +16,21 @@ from cbjax.attention.spec import LayoutName
 from cbjax.attention.xla import attend_batch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSizes:
+    """What the layers of a group have.
+
+    Attributes:
+        window: of all of them; None is the whole context.
+        most_queries: query heads of a kv head, at most.
+        fewest_kv_heads: of a layer.
+    """
+
+    window: int | None = None
+    most_queries: int = 1
+    fewest_kv_heads: int = 1
+
+
 class Step(Protocol):
     """What an implementation makes of a step's rows; all layers of a group share it."""
 
@@ -46,9 +61,9 @@ class Attention(Protocol):
         block_size: int,
         num_blocks: int,
         single_token_rows: bool,
-        most_queries: int,
+        group: GroupSizes,
     ) -> Any:
-        """A `Step`; rows and sizes as in `prepare_batch`, and the query heads of a kv head at most."""
+        """A `Step` for the layers of a group; rows and sizes as in `prepare_batch`."""
         ...
 
     def attend(
@@ -75,7 +90,7 @@ class XlaAttention:
     name: str = "xla"
     layout: LayoutName = "head_major"
 
-    def prepare(self, *rows: jax.Array, most_queries: int, **sizes: Any) -> Any:
+    def prepare(self, *rows: jax.Array, group: GroupSizes, **sizes: Any) -> Any:
         return prepare_batch(*rows, **sizes)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, step: Any, **options: Any) -> Any:
@@ -89,7 +104,7 @@ class EagerAttention:
     name: str = "eager"
     layout: LayoutName = "head_major"
 
-    def prepare(self, *rows: jax.Array, most_queries: int, **sizes: Any) -> Any:
+    def prepare(self, *rows: jax.Array, group: GroupSizes, **sizes: Any) -> Any:
         table, slot, *_ = rows
         places = token_places(*rows, **sizes)
         return EagerBatch(table=table[slot[places.row]], places=places)

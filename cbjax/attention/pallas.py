@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from cbjax.attention.batch import token_places
+from cbjax.attention.implementation import GroupSizes
 from cbjax.attention.spec import LayoutName
 from pallas_kernels.paged_attention import KVLayout, Sizes, attend_planned, plan_step
 from pallas_kernels.paged_attention.tpu import Plan
@@ -25,7 +26,7 @@ class PallasAttention:
     sizes: Sizes | None = None
     interpret: Any = False
     name: str = "pallas"
-    layout: LayoutName = "block_major"
+    layout: LayoutName = "tpu"
 
     def prepare(
         self,
@@ -34,7 +35,7 @@ class PallasAttention:
         block_size: int,
         num_blocks: int,
         single_token_rows: bool,
-        most_queries: int,
+        group: GroupSizes,
     ) -> Any:
         places = token_places(
             *rows,
@@ -43,7 +44,7 @@ class PallasAttention:
             num_blocks=num_blocks,
             single_token_rows=single_token_rows,
         )
-        plan = plan_step(*rows, num_tokens=num_tokens, group=most_queries, single_token_rows=single_token_rows)
+        plan = plan_step(*rows, num_tokens=num_tokens, group=group.most_queries, single_token_rows=single_token_rows)
         return PallasStep(position=places.position, plan=plan)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, step: Any, **options: Any) -> Any:

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention import KVLayout
+    from pallas_kernels.paged_attention.gpu import GpuLayout
 
 # head_major: [2, kv_heads, num_blocks + 2, block_size, head_dim], K then V, for gathers of XLA.
-# block_major: a block is one piece of memory, as the TPU kernels copy it (`KVLayout`).
-type LayoutName = Literal["head_major", "block_major"]
+# tpu, gpu: a block is one piece of memory, as those kernels copy it (`KVLayout`, `GpuLayout`).
+type LayoutName = Literal["head_major", "tpu", "gpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class KVSpec:
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"dtype must be a floating dtype. Got {dtype}.")
         object.__setattr__(self, "dtype", dtype)
-        if self.layout == "block_major":
+        if self.layout != "head_major":
             self.blocks  # noqa: B018 (raises where the kernels have no form for it)
             return
         slots = 2 * self.num_kv_heads * (self.num_blocks + 2) * self.block_size
@@ -58,11 +59,13 @@ class KVSpec:
             )
 
     @property
-    def blocks(self) -> "KVLayout":
-        """The kernels' own description of a `block_major` store."""
-        from pallas_kernels.paged_attention import KVLayout
-
-        return KVLayout(
+    def blocks(self) -> "KVLayout | GpuLayout":
+        """The kernels' own description of a store in their layout."""
+        if self.layout == "gpu":
+            from pallas_kernels.paged_attention.gpu import GpuLayout as Layout
+        else:
+            from pallas_kernels.paged_attention import KVLayout as Layout
+        return Layout(
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=self.block_size,
@@ -73,14 +76,14 @@ class KVSpec:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one layer's array."""
-        if self.layout == "block_major":
+        if self.layout != "head_major":
             return self.blocks.shape
         return (2, self.num_kv_heads, self.num_blocks + 2, self.block_size, self.head_dim)
 
     @property
     def block_axis(self) -> int:
         """The axis that block ids count."""
-        return 0 if self.layout == "block_major" else 2
+        return 2 if self.layout == "head_major" else 0
 
     @property
     def block_bytes(self) -> int:

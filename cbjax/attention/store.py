@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from cbjax.attention.groups import LayerGroups
-from cbjax.attention.implementation import XLA, Attention
+from cbjax.attention.implementation import XLA, Attention, GroupSizes
 from cbjax.attention.spec import KVSpec
 
 
@@ -40,9 +40,13 @@ class StoreSpec:
                 block_size=self.arrays[0].block_size,
                 num_blocks=self.arrays[0].num_blocks,
                 single_token_rows=single_token_rows,
-                most_queries=self.groups.most_queries,
+                group=GroupSizes(
+                    window=window,
+                    most_queries=self.groups.most_queries,
+                    fewest_kv_heads=min(kv_heads for kv_heads, _ in self.groups.shapes),
+                ),
             )
-            for group in range(len(self.groups.windows))
+            for group, window in enumerate(self.groups.windows)
         ]
 
 
