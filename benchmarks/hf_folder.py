@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.hf_config import ARCHITECTURE, hf_config
 from cbjax.checkpoints import load
 from cbjax.models import DecoderConfig
 from cbjax.models.families import FAMILIES
 from cbjax.models.params import Params, flatten
-
-ARCHITECTURE = "LlamaForCausalLM"
 
 
 def write_folder(folder: Path, config: DecoderConfig, params: Params) -> None:
@@ -32,30 +30,10 @@ def write_folder(folder: Path, config: DecoderConfig, params: Params) -> None:
         tensors[rule.name.replace("{i}", layer)] = np.asarray(values)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_hf_config(config), indent=1))
+    (folder / "config.json").write_text(json.dumps(hf_config(config), indent=1))
     written = family.from_hf(json.loads((folder / "config.json").read_text()))
     if written != config:
         raise ValueError(f"only a plain Llama can be handed over; the model is {config} and would become {written}")
-
-
-def _hf_config(config: DecoderConfig) -> dict[str, Any]:
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope.theta,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
 
 
 def folder_of(source: str, scratch: Path) -> Path:

@@ -43,19 +43,20 @@ def set_up(folder: Path) -> Path:
 
 
 class Peer:
-    """One mode of the peer script, in a process that lives until `close`.
+    """One mode of a peer script, `SCRIPT` unless another is given, in a process that lives until `close`.
 
     Attributes:
       versions: of its libraries.
     """
 
-    def __init__(self, python: Path, mode: str, job: Path) -> None:
+    def __init__(self, python: Path, mode: str, job: Path, *, script: Path | None = None) -> None:
         self.mode = mode
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         # The child imports nothing from here, so it gets none of this process's paths.
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        environment["PYTHONSAFEPATH"] = "1"  # nor do modules beside the script stand for libraries of their names
         self._process = subprocess.Popen(
-            [python, SCRIPT, mode, job],
+            [python, script or SCRIPT, mode, job],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.gpu.compat import kernel, store
 from pallas_kernels.paged_attention.gpu.layout import GpuLayout
 from pallas_kernels.paged_attention.gpu.plan import TILE, DecodeItems
 from pallas_kernels.paged_attention.gpu.ring import Ring, Span
@@ -83,7 +84,7 @@ def decode(
     ring = Ring(layout=layout, dtype=spec.dtype, stages=spec.stages)
     context = min(table.shape[1] * layout.block_size, number * TILE)
     pairs = number * heads * columns * context
-    return plgpu.kernel(
+    return kernel(
         partial(_kernel, spec, ring),
         out_type=[
             jax.ShapeDtypeStruct((number, heads, width, columns), jnp.float32),
@@ -144,8 +145,8 @@ def _kernel(
             plgpu.barrier_arrive(queries_free.at[place])
             sum_ = jnp.sum(total, axis=0)
             mean = mean * spread(value_factor / sum_, mean.shape, 0)
-            plgpu.store(out.at[item, head], mean, optimized=False)
-            plgpu.store(sums.at[item, head], maximum + jnp.log2(sum_), optimized=False)
+            store(out.at[item, head], mean)
+            store(sums.at[item, head], maximum + jnp.log2(sum_))
             return done
 
         each_work(count[0], spec.layout.num_kv_heads, spec.programs, attend)
@@ -172,7 +173,7 @@ def _attend(spec: Decode, ring: Ring, buffers, queries, weights, factor, seen: S
         position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + at
         scores = jnp.where((position >= seen.low) & (position < seen.stop), scores, MASKED)
         chunk, maximum, keep = next_weights(scores, maximum, 0)
-        plgpu.store(weights.transpose((1, 0)), chunk.astype(spec.dtype), optimized=False)
+        store(weights.transpose((1, 0)), chunk.astype(spec.dtype))
         plgpu.commit_smem()
 
         def weighted(acc):

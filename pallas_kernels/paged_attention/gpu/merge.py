@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.gpu.compat import kernel, store
 from pallas_kernels.paged_attention.gpu.softmax import MASKED, spread
 
 # Items that are read at a time, so that one does not wait for the other.
@@ -38,7 +39,7 @@ def merge(
       [rows, kv_heads, width, columns]; zeros for rows without items.
     """
     rows, (_, heads, width, columns) = row_items.shape[0] - 1, parts.shape
-    return plgpu.kernel(
+    return kernel(
         _kernel,
         out_type=jax.ShapeDtypeStruct((rows, heads, width, columns), dtype),
         grid=(rows, heads),
@@ -87,4 +88,4 @@ def _kernel(row_items, parts, sums, sinks, out) -> None:
     turns = lax.div(stop - first + (TOGETHER - 1), TOGETHER)
     _, total, values = lax.fori_loop(0, turns, some, state)
     values = values * spread(1.0 / total, values.shape, 0)
-    plgpu.store(out.at[row, head], values.astype(out.dtype), optimized=False)
+    store(out.at[row, head], values.astype(out.dtype))

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.gpu.compat import kernel
 from pallas_kernels.paged_attention.gpu.layout import GpuLayout
 
 # Tokens that a program has on their way at a time.
@@ -44,7 +45,7 @@ def kv_update(
     """
     store = jax.new_ref(kv)
     together = max(1, min(TOGETHER, MOST_BYTES // layout.token_bytes))
-    plgpu.kernel(
+    kernel(
         partial(_kernel, layout, programs, together),
         grid=(programs,),
         grid_names=("program",),

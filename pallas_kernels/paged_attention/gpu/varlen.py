@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.gpu.compat import kernel
 from pallas_kernels.paged_attention.gpu.layout import GpuLayout
 from pallas_kernels.paged_attention.gpu.plan import TILE, VarlenItems
 from pallas_kernels.paged_attention.gpu.ring import Ring, Span, Stage
@@ -92,7 +93,7 @@ def varlen(
     context = table.shape[1] * layout.block_size // 2
     pairs = q.size // layout.width * (context if spec.window is None else min(context, spec.window))
     matrices = (READERS, ROWS, layout.width)
-    return plgpu.kernel(
+    return kernel(
         partial(_kernel, spec, ring),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(spec.programs,),
