@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 MODES = ("sync", "async", "windows")
 OURS, TRACED, PEER = "cbjax", "cbjax, device", "transformers generate_batch"
 SCRIPT = Path(__file__).with_name("transformers_gpu.py")
+# What is asked of a card: of the default, as many times the peer's rate; of the asynchronous loop, a device that works.
+LEAST_RATIO = 3.0
+ACTIVE, LEAST_ACTIVE = "async, device-active", 0.99
 WEIGHTS = "cbjax and transformers have random weights of their own; their tokens are not compared"
 
 
@@ -166,7 +169,10 @@ def device_time(side: Ours, state: State) -> Found:
             )
             most = [f"{name[:80]}: {1e3 * s:.2f} ms in {found.counts[name]}" for name, s in found.kernels.items()]
             values[f"{mode}, kernels"] = most[:12]
-    return Found(figures=figures, values=values)
+    limits = {}
+    if side.sizes.config is LLAMA_3_8B:
+        limits[ACTIVE] = report.limit(figures[ACTIVE], LEAST_ACTIVE, at_least=True)
+    return Found(figures=figures, limits=limits, values=values)
 
 
 def theirs(sizes: Sizes, python: str, state: State) -> Found:
@@ -195,10 +201,13 @@ def theirs(sizes: Sizes, python: str, state: State) -> Found:
             peer.close()
     rate = report.spread([run.tokens_per_second for run in runs[1:]], "tokens/s")
     figures = {"first call": report.spread([runs[0].seconds], "s"), "all calls": rate}
-    values = {"versions": peer.versions, "settings": list(runs[-1].counts), "tokens/s": rate["median"]}
     for mode, median in state.steps.get(OURS, {}).get("values", {}).get("tokens/s", {}).items():
         figures[f"cbjax {mode} against it"] = report.spread([median / rate["median"]], "ratio")
-    return Found(figures=figures, values=values, notes=(WEIGHTS,))
+    limits = {}
+    if sizes.config is LLAMA_3_8B and (ratio := "cbjax windows against it") in figures:
+        limits[ratio] = report.limit(figures[ratio], LEAST_RATIO, at_least=True)
+    values = {"versions": peer.versions, "settings": list(runs[-1].counts), "tokens/s": rate["median"]}
+    return Found(figures=figures, limits=limits, values=values, notes=(WEIGHTS,))
 
 
 def steps(args: Namespace) -> list[Step]:
