@@ -1,7 +1,8 @@
 """Varlen: rows with several new tokens, whose keys and values are in the store already.
 
 An item is a tile of a row's new tokens: the query heads of one kv head for each of them are the rows of a matrix, half
-of which each of two warpgroups computes with. A third one fetches keys and values for both of them.
+of which each of two warpgroups computes with. A third one fetches keys and values for both of them. A row's last items
+see most, so items are taken from the last one on.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _kernel(
                 plgpu.copy_gmem_to_smem(q.at[item, head, reader], queries.at[reader], queries_there.at[reader])
             return ring.fetch(buffers, table, kv, table_row, head, seen, done)
 
-        each_work(count[0], spec.layout.num_kv_heads, spec.programs, fetch)
+        each_work(count[0], spec.layout.num_kv_heads, spec.programs, fetch, backwards=True)
 
     @pl.when(role < READERS)
     def _():
@@ -178,7 +179,7 @@ def _kernel(
             plgpu.barrier_arrive(queries_free.at[role])
             return done + half.span.tiles
 
-        each_work(count[0], spec.layout.num_kv_heads, spec.programs, attend)
+        each_work(count[0], spec.layout.num_kv_heads, spec.programs, attend, backwards=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
