@@ -138,7 +138,8 @@ def test_a_chip_is_told_to_xla_as_it_is(chip):
     assert f"core_count: {chip.multiprocessors} " in chip.target_config
     assert f'name: "{chip.kind}"' in chip.target_config
     assert f"memory_bandwidth: {int(chip.hbm_bytes_per_second)} " in chip.target_config
-    assert chip.arch == {"h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a"}[chip.name]
+    assert ("ACCELERATED_FEATURES" in chip.target_config) == (chip.capability >= (9, 0))
+    assert chip.arch == {"a100": "sm_80", "h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a"}[chip.name]
 
 
 @pytest.mark.parametrize("missing", ["jax_cuda13_plugin", "nvidia"])

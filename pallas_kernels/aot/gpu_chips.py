@@ -40,9 +40,9 @@ class GpuChip:
 
     @property
     def arch(self) -> str:
-        """What ptxas calls it, with the instructions that only this generation has (wgmma, tcgen05)."""
+        """What ptxas calls it, from Hopper on with the instructions that only its generation has."""
         major, minor = self.capability
-        return f"sm_{major}{minor}a"
+        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
     @property
     def target_config(self) -> str:
