@@ -86,16 +86,9 @@ def attend(
     if alone:
         return _values(out[:tokens], layout, head_dim), kv
     kv = kv_update(
-        layout,
-        plan.update_slot,
-        plan.update_first,
-        plan.update_stop,
-        plan.update_offset,
-        new.astype(jnp.float32),
-        plan.table,
-        kv,
-        **options,
-    )
+        layout, plan.update_slot, plan.update_first, plan.update_stop, plan.update_offset, new.astype(jnp.float32),
+        plan.table, kv, **options,
+    )  # fmt: skip
     mixed = varlen(
         Varlen(chunking=chunking, group=group, tile=plan.tile, soft_cap=soft_cap, cores=sizes.cores),
         plan.tile_items,
