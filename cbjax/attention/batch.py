@@ -9,6 +9,9 @@ import jax.numpy as jnp
 
 # Queries of one prefill tile. A tile belongs to one row.
 TILE = 64
+# Prefill tiles that are attended together: a CPU has a core for each, and a lone one costs little more for its empty
+# neighbour.
+TILE_GROUP = 2
 # Decode rows that are attended together: what they gather at once stays in a core's cache.
 GROUP = 16
 
@@ -29,10 +32,10 @@ class PagedBatch:
         decode_context: i32[rows], tokens to read; 0 for padding.
         token_decode: i32[tokens], place in `decode_*` of a token that is a decode row, else -1.
         tile_start: i32[tiles], index of the tile's first token in the step.
-        tile_count: i32[tiles], number of its tokens, 1 to `TILE`.
+        tile_count: i32[tiles], number of its tokens, 1 to `TILE`; 0 for padding.
         tile_slot: i32[tiles], row of `table`.
         tile_position: i32[tiles], position of its first token.
-        num_tiles: i32, number of real tiles; the rest are padding.
+        num_tiles: i32, number of real tiles; the rest are padding, up to a multiple of `TILE_GROUP`.
         block_size: tokens per block.
         num_blocks: blocks of the pool, the reserved two not counted.
         single_token_rows: whether there are no tiles at all.
@@ -176,6 +179,7 @@ def _tiles(
     rows = slot.shape[0]
     # A row of c > 1 tokens has at most c // TILE + 1 tiles and uses at least 2 tokens.
     max_tiles = num_tokens // TILE + max(1, min(rows, num_tokens // 2))
+    max_tiles += -max_tiles % TILE_GROUP
     tiles_of_row = jnp.where(count > 1, (count + TILE - 1) // TILE, 0)
     ends = jnp.cumsum(tiles_of_row)
     tile = jnp.arange(max_tiles, dtype=jnp.int32)
@@ -183,7 +187,7 @@ def _tiles(
     offset = (tile - (ends - tiles_of_row)[row]) * TILE
     return {
         "tile_start": q_start[:-1][row] + offset,
-        "tile_count": jnp.minimum(count[row] - offset, TILE),
+        "tile_count": jnp.where(tile < ends[-1], jnp.minimum(count[row] - offset, TILE), 0),
         "tile_slot": slot[row],
         "tile_position": (context_len - count)[row] + offset,
         "num_tiles": ends[-1],

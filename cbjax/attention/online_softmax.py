@@ -22,7 +22,7 @@ import jax.numpy as jnp
 MASKED = -1e30
 # Below any exponent of a score, and far enough from the ends of int32 for the difference of two.
 _LOWEST = -(2**29)
-# `jax.lax.dot_general` dimension numbers for [kv_heads, rows, ...] operands.
+# `jax.lax.dot_general` dimension numbers for [rows, kv_heads, ...] operands.
 _LAST_LAST = (((3,), (3,)), ((0, 1), (0, 1)))
 _LAST_FIRST = (((3,), (2,)), ((0, 1), (0, 1)))
 
@@ -30,9 +30,9 @@ _LAST_FIRST = (((3,), (2,)), ((0, 1), (0, 1)))
 class Softmax(NamedTuple):
     """What the chunks so far add up to, relative to `2 ** exponent`."""
 
-    exponent: jax.Array  # i32[kv_heads, rows, queries, 1]
-    total: jax.Array  # f32[kv_heads, rows, queries, 1], sum of the weights
-    mixed: jax.Array  # f32[kv_heads, rows, queries, padded head_dim], weighted sum of the values
+    exponent: jax.Array  # i32[rows, kv_heads, queries, 1]
+    total: jax.Array  # f32[rows, kv_heads, queries, 1], sum of the weights
+    mixed: jax.Array  # f32[rows, kv_heads, queries, padded head_dim], weighted sum of the values
 
 
 def padded(head_dim: int) -> int:
@@ -44,8 +44,8 @@ def start(shape: tuple[int, ...], sinks: jax.Array | None = None) -> Softmax:
     """State before the first chunk.
 
     Args:
-        shape: of the queries, (kv_heads, rows, queries, head_dim).
-        sinks: f32, broadcastable to [kv_heads, rows, queries, 1]; logits that have no value.
+        shape: of the queries, (rows, kv_heads, queries, head_dim).
+        sinks: f32, broadcastable to [rows, kv_heads, queries, 1]; logits that have no value.
     """
     stats, mixed = (*shape[:3], 1), jnp.zeros((*shape[:3], padded(shape[3])), jnp.float32)
     if sinks is None:
@@ -69,10 +69,10 @@ def add_chunk(
 
     Args:
         state: the chunks before.
-        q: [kv_heads, rows, queries, head_dim].
-        k: [kv_heads, rows, chunk, head_dim].
-        v: [kv_heads, rows, chunk, padded head_dim], finite wherever a query's weight is 0.
-        visible: bool, broadcastable to [kv_heads, rows, queries, chunk].
+        q: [rows, kv_heads, queries, head_dim].
+        k: [rows, kv_heads, chunk, head_dim].
+        v: [rows, kv_heads, chunk, padded head_dim], finite wherever a query's weight is 0.
+        visible: bool, broadcastable to [rows, kv_heads, queries, chunk].
         scale: multiplies the scores.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
     """
@@ -92,7 +92,7 @@ def add_chunk(
 
 
 def finish(state: Softmax, head_dim: int) -> jax.Array:
-    """The result f32[kv_heads, rows, queries, head_dim]; zeros where nothing was visible."""
+    """The result f32[rows, kv_heads, queries, head_dim]; zeros where nothing was visible."""
     return (state.mixed / jnp.where(state.total > 0, state.total, 1.0))[..., :head_dim]
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cbjax.attention.batch import GROUP, TILE, PagedBatch, prepare_batch
+from cbjax.attention.batch import GROUP, TILE, TILE_GROUP, PagedBatch, prepare_batch
 from cbjax.attention.online_softmax import Softmax, add_chunk, finish, padded, start
 
 CHUNK = 128
@@ -94,7 +94,7 @@ def attend_batch(
         scale=head_dim**-0.5 if scale is None else scale,
         window=window,
         soft_cap=soft_cap,
-        sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, 1, -1, 1),
+        sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1),
     )
     grouped = q.reshape(q.shape[0], kv_heads, -1, head_dim)
     out = _decode(layer, grouped)
@@ -118,7 +118,11 @@ class _Layer(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
-    sinks: jax.Array | None  # f32[kv_heads, 1, group, 1]
+    sinks: jax.Array | None  # f32[1, kv_heads, group, 1]
+
+    def first_seen(self, position: jax.Array) -> jax.Array:
+        """The first position that a query at `position` sees."""
+        return jnp.zeros_like(position) if self.window is None else jnp.maximum(position - self.window + 1, 0)
 
 
 def _units(kv: jax.Array) -> jax.Array:
@@ -130,9 +134,10 @@ def _units(kv: jax.Array) -> jax.Array:
 def _gather(
     layer: _Layer, slot: jax.Array, low: jax.Array, high: jax.Array, chunk: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [kv_heads, rows, CHUNK, head_dim] of one chunk; values are 0 outside positions low to high.
+    """Keys and values [rows, kv_heads, CHUNK, head_dim] of one chunk; values are 0 outside positions low to high.
 
-    Weights of exactly 0 do not make an unwritten cell harmless: it may hold a NaN.
+    Weights of exactly 0 do not make an unwritten cell harmless: it may hold a NaN. Rows come first, since a CPU deals
+    the leading axis to its cores, and there are more rows than heads.
     """
     batch, (_, kv_heads, num_units, unit, head_dim) = layer.batch, layer.units.shape
     position = chunk * CHUNK + jnp.arange(0, CHUNK, unit, dtype=jnp.int32)
@@ -143,15 +148,46 @@ def _gather(
     index = block * (batch.block_size // unit) + (position % batch.block_size // unit)[None, :]
     # With head and unit as one leading axis the pieces land in their final order, in one pass.
     pool = layer.units.reshape(-1, unit, head_dim)
-    key_index = jnp.arange(kv_heads, dtype=jnp.int32)[:, None, None] * num_units + index[None]
+    key_index = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None] * num_units + index[:, None, :]
     value_index = key_index + kv_heads * num_units
     keys, values = (pool.at[i].get(mode="promise_in_bounds") for i in (key_index, value_index))
     position = (position[:, None] + jnp.arange(unit, dtype=jnp.int32)[None, :])[None]
     readable = (position >= low[:, None, None]) & (position < high[:, None, None])
-    values = jnp.where(readable[None, ..., None], values, jnp.zeros((), values.dtype))
+    values = jnp.where(readable[:, None, ..., None], values, jnp.zeros((), values.dtype))
     values = jnp.pad(values, ((0, 0), (0, 0), (0, 0), (0, 0), (0, padded(head_dim) - head_dim)))
-    shape = (kv_heads, slot.shape[0], CHUNK)
+    shape = (slot.shape[0], kv_heads, CHUNK)
     return keys.reshape(*shape, head_dim), values.reshape(*shape, -1)
+
+
+def _attend(
+    layer: _Layer, q: jax.Array, slot: jax.Array, query: jax.Array, high: jax.Array, sinks: jax.Array | None
+) -> jax.Array:
+    """Attention of several rows at once, all their chunks until the longest row's last.
+
+    Args:
+        layer: what all rows share.
+        q: [rows, kv_heads, queries, head_dim].
+        slot: i32[rows], row of the block table.
+        query: i32[rows, queries or 1], each query's position; the first is a row's lowest.
+        high: i32[rows], tokens that may be read; 0 for padding.
+        sinks: f32, broadcastable to [rows, kv_heads, queries, 1].
+
+    Returns:
+        f32, like q.
+    """
+    low = layer.first_seen(query[:, 0])
+    first = jnp.min(jnp.where(high > 0, low, jnp.max(low))) // CHUNK
+
+    def chunk(index: jax.Array, state: Softmax) -> Softmax:
+        position = index * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)[None, None, :]
+        visible = (position <= query[..., None]) & (position < high[:, None, None])
+        if layer.window is not None:
+            visible &= query[..., None] - position < layer.window
+        k, v = _gather(layer, slot, low, high, index)
+        return add_chunk(state, q, k, v, visible[:, None], scale=layer.scale, soft_cap=layer.soft_cap)
+
+    trips = (jnp.max(high) + CHUNK - 1) // CHUNK
+    return finish(jax.lax.fori_loop(first, trips, chunk, start(q.shape, sinks)), q.shape[3])
 
 
 def _decode(layer: _Layer, q: jax.Array) -> jax.Array:
@@ -184,67 +220,39 @@ def _decode_group(layer: _Layer, q: jax.Array, slot: jax.Array, context: jax.Arr
     """q [rows, kv_heads, group, head_dim] at the last position of each row's context i32[rows]; same shape out."""
     group = q.shape[2]
     # A single query would be a product of a matrix and a vector, which rounds differently from a prefill's.
-    q = (q if group > 1 else jnp.tile(q, (1, 1, 2, 1))).swapaxes(0, 1)
-    low, first = jnp.zeros_like(context), jnp.int32(0)
-    if layer.window is not None:
-        low = jnp.maximum(context - layer.window, 0)
-        first = jnp.min(jnp.where(context > 0, low, jnp.max(low))) // CHUNK
-
-    def chunk(index: jax.Array, state: Softmax) -> Softmax:
-        position = index * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-        visible = (position[None, :] >= low[:, None]) & (position[None, :] < context[:, None])
-        k, v = _gather(layer, slot, low, context, index)
-        return add_chunk(state, q, k, v, visible[None, :, None, :], scale=layer.scale, soft_cap=layer.soft_cap)
-
-    trips = (jnp.max(context) + CHUNK - 1) // CHUNK
-    state = jax.lax.fori_loop(first, trips, chunk, start(q.shape, layer.sinks))
-    return finish(state, q.shape[3])[:, :, :group].swapaxes(0, 1).astype(q.dtype)
+    q = q if group > 1 else jnp.tile(q, (1, 1, 2, 1))
+    return _attend(layer, q, slot, context[:, None] - 1, context, layer.sinks)[:, :, :group].astype(q.dtype)
 
 
 def _prefill(layer: _Layer, q: jax.Array, out: jax.Array) -> jax.Array:
-    """Rows with several new tokens, a tile of `TILE` queries at a time, written into `out` like q."""
+    """Rows with several new tokens, `TILE_GROUP` tiles of `TILE` queries at a time, written into `out` like q."""
     batch = layer.batch
     tokens = q.shape[0]
     # A slice that would end beyond the array is shifted silently; with the padding none does.
     q, out = (jnp.pad(x, ((0, TILE), (0, 0), (0, 0), (0, 0))) for x in (q, out))
 
-    def tile(index: jax.Array, out: jax.Array) -> jax.Array:
-        at = (batch.tile_start[index], 0, 0, 0)
-        count = batch.tile_count[index]
-        queries = jax.lax.dynamic_slice(q, at, (TILE, *q.shape[1:]))
-        mixed = _prefill_tile(layer, queries, batch.tile_slot[index], batch.tile_position[index], count)
-        before = jax.lax.dynamic_slice(out, at, mixed.shape)
-        real = jnp.arange(TILE, dtype=jnp.int32) < count
-        return jax.lax.dynamic_update_slice(out, jnp.where(real[:, None, None, None], mixed, before), at)
-
-    return jax.lax.fori_loop(0, batch.num_tiles, tile, out)[:tokens]
-
-
-def _prefill_tile(layer: _Layer, q: jax.Array, slot: jax.Array, first: jax.Array, count: jax.Array) -> jax.Array:
-    """q [TILE, kv_heads, group, head_dim], the first `count` of them real, at positions from `first`."""
-    size, kv_heads, group, head_dim = q.shape
-    q = q.swapaxes(0, 1).reshape(kv_heads, 1, size * group, head_dim)
-    query = first + jnp.arange(size, dtype=jnp.int32)
-    high = first + count
-    low = jnp.int32(0) if layer.window is None else jnp.maximum(first - layer.window + 1, 0)
-
-    def chunk(index: jax.Array, state: Softmax) -> Softmax:
-        position = index * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-        visible = (position[None, :] <= query[:, None]) & (position < high)[None, :]
-        if layer.window is not None:
-            visible &= query[:, None] - position[None, :] < layer.window
-        k, v = _gather(layer, slot[None], low[None], high[None], index)
-        return add_chunk(
-            state,
-            q,
-            k,
-            v,
-            jnp.repeat(visible, group, axis=0)[None, None],
-            scale=layer.scale,
-            soft_cap=layer.soft_cap,
+    def tiles(index: jax.Array, out: jax.Array) -> jax.Array:
+        starts, count, slot, first = (
+            jax.lax.dynamic_slice(x, (index * TILE_GROUP,), (TILE_GROUP,))
+            for x in (batch.tile_start, batch.tile_count, batch.tile_slot, batch.tile_position)
         )
+        at = [(starts[i], 0, 0, 0) for i in range(TILE_GROUP)]
+        queries = jnp.stack([jax.lax.dynamic_slice(q, where, (TILE, *q.shape[1:])) for where in at])
+        mixed = _prefill_tiles(layer, queries, slot, first, count)
+        for i, where in enumerate(at):
+            before = jax.lax.dynamic_slice(out, where, mixed.shape[1:])
+            real = jnp.arange(TILE, dtype=jnp.int32) < count[i]
+            out = jax.lax.dynamic_update_slice(out, jnp.where(real[:, None, None, None], mixed[i], before), where)
+        return out
 
+    return jax.lax.fori_loop(0, (batch.num_tiles + TILE_GROUP - 1) // TILE_GROUP, tiles, out)[:tokens]
+
+
+def _prefill_tiles(layer: _Layer, q: jax.Array, slot: jax.Array, first: jax.Array, count: jax.Array) -> jax.Array:
+    """q [tiles, TILE, kv_heads, group, head_dim], the first `count` of each tile real, at positions from `first`."""
+    tiles, size, kv_heads, group, head_dim = q.shape
+    grouped = q.swapaxes(1, 2).reshape(tiles, kv_heads, size * group, head_dim)
+    query = jnp.repeat(first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :], group, axis=1)
     sinks = None if layer.sinks is None else jnp.tile(layer.sinks, (1, 1, size, 1))
-    state = jax.lax.fori_loop(low // CHUNK, (high + CHUNK - 1) // CHUNK, chunk, start(q.shape, sinks))
-    mixed = finish(state, head_dim).reshape(kv_heads, size, group, head_dim)
-    return mixed.swapaxes(0, 1).astype(q.dtype)
+    mixed = _attend(layer, grouped, slot, query, jnp.where(count > 0, first + count, 0), sinks)
+    return mixed.reshape(tiles, kv_heads, size, group, head_dim).swapaxes(1, 2).astype(q.dtype)
