@@ -92,6 +92,7 @@ CASES = {
     "narrow": {"heads": 9, "kv_heads": 3, "head_dim": 64, "block_size": 16},
     "wide": {"heads": 8, "kv_heads": 4, "head_dim": 256, "soft_cap": 50.0},
     "window": {"window": 1024},
+    "wide, window": {"heads": 8, "kv_heads": 4, "head_dim": 256, "window": 1024},
     "fp8": {"kv_dtype": "float8_e4m3fn"},
 }
 
@@ -124,12 +125,12 @@ def test_paged_attention_compiles_without_spills_and_with_the_store_in_place(pha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"window": 1024}, {"kv_dtype": "float8_e4m3fn"}], ids=["window", "fp8"])
-def test_prefill_of_the_widest_heads_spills_a_few_bytes_with_a_window_or_8_bits(sizes):
+@pytest.mark.parametrize(("window", "most"), [(None, 8), (1024, 96)], ids=["full", "window"])
+def test_prefill_of_the_widest_heads_spills_a_few_bytes_over_8_bits(window, most):
     """At the edge of what a warpgroup's registers hold; what is told in the documents is no more than that."""
-    wide = {"heads": 8, "kv_heads": 4, "head_dim": 256, "soft_cap": 50.0, "phase": "prefill", "new_tokens": 8}
-    report = inspect_gpu(GPU_CHIPS["h200"], GPU_CASES, wide | sizes)
-    assert report.spills <= 128
+    wide = {"heads": 8, "kv_heads": 4, "head_dim": 256, "phase": "prefill", "new_tokens": 8, "window": window}
+    report = inspect_gpu(GPU_CHIPS["h200"], GPU_CASES, wide | {"kv_dtype": "float8_e4m3fn"})
+    assert report.spills <= most
     assert {kernel.name for kernel in report.kernels if kernel.spills} <= {"paged_attention_varlen_mosaic_gpu_kernel"}
 
 

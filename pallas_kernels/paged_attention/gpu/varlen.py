@@ -154,13 +154,12 @@ def _kernel(
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
         def attend(number, item, head, done):
-            value_factor = factors[1, head]
             half = _Half(
                 spec=spec,
                 ring=ring,
                 buffers=buffers,
                 reader=role,
-                queries=queries.at[role],
+                queries=queries,
                 weights=weights.at[role] if spec.is_interpreted else None,
                 factor=factors[0, head],
                 span=span(item),
@@ -170,11 +169,11 @@ def _kernel(
             plgpu.barrier_wait(queries_there.at[role])
             sink = plgpu.load(sinks.at[head], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             total, values = half.run(sink, done)
-            values = values * spread(value_factor / total, values.shape, 1)
+            values = values * spread(factors[1, head] / total, values.shape, 1)
             # The queries have been read; their place takes the output on its way.
-            half.queries[...] = values.astype(spec.dtype)
+            queries.at[role][...] = values.astype(spec.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(half.queries, out.at[item, head, role])
+            plgpu.copy_smem_to_gmem(queries.at[role], out.at[item, head, role])
             plgpu.wait_smem_to_gmem(0)
             plgpu.barrier_arrive(queries_free.at[role])
             return done + half.span.tiles
@@ -187,7 +186,7 @@ class _Half:
     """What one warpgroup computes of an item, and the kernel's refs.
 
     Attributes:
-      queries, weights: refs [ROWS, width] and [ROWS, TILE].
+      queries, weights: refs [READERS, ROWS, width] and [ROWS, TILE].
       factor: f32 scalar that multiplies the scores.
       span: of the whole item.
       begin, stop: positions of the first token of this half, and of the one behind its last; it may have none.
@@ -238,7 +237,7 @@ class _Half:
         maximum, total, values = state
 
         def products(acc):
-            plgpu.wgmma(acc, self.queries, stage.keys.transpose((1, 0)))
+            plgpu.wgmma(acc, self.queries.at[self.reader + _in_turn(at)], stage.keys.transpose((1, 0)))
             return acc[...]
 
         scores = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((ROWS, TILE), jnp.float32))
@@ -258,11 +257,11 @@ class _Half:
         Rows that are no token's may see what is no key: nothing of theirs gets to others, or out.
         """
         shape, layout = (ROWS, TILE), plgpu.Layout.WGMMA
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-        token = self.begin + (row if self.spec.group == 1 else lax.div(row, self.spec.group))
-        position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + at
-        seen = position <= token
-        return seen if self.spec.window is None else seen & (position > token - self.spec.window)
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + _in_turn(at)
+        token = self.begin - at + (row if self.spec.group == 1 else lax.div(row, self.spec.group))
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        seen = column <= token
+        return seen if self.spec.window is None else seen & (column > token - self.spec.window)
 
     def _plus_weighted(self, values: jax.Array, weights: jax.Array, v) -> jax.Array:
         if not self.spec.is_interpreted:
@@ -276,3 +275,12 @@ class _Half:
             return acc[...]
 
         return values + pl.run_scoped(weighted, plgpu.WGMMAAccumulatorRef((ROWS, self.spec.layout.width), jnp.float32))
+
+
+def _in_turn(at) -> jax.Array:
+    """0, which the compiler cannot know, from the position of a tile.
+
+    What it is added to is computed in each turn of the loop over tiles, not once before: descriptors of 256 columns of
+    queries would be kept in registers that there are not.
+    """
+    return lax.shift_right_logical(at, 30)
