@@ -67,8 +67,8 @@ class ContinuousBatchingConfig:
       scheduler_type: "fifo" or "prefill_first".
       safety_margin: fraction of the pool below which waiting requests are held back. None: 0.15 for fifo, 0.0 for
         prefill_first.
-      attn_implementation: "pallas" (kernels for TPUs), "xla" (portable) or "eager" (a token at a time, to compare
-        with); also with transformers' "paged|" before it. None: what suits the device.
+      attn_implementation: "pallas" (kernels for TPUs, and for Hopper GPUs in bfloat16), "xla" (portable) or "eager" (a
+        token at a time, to compare with); also with transformers' "paged|" before it. None: what suits the device.
       return_logprobs: log-probability of each generated token.
       per_request_processors: sampling settings per request; always possible here, so both values are accepted.
       seed: of requests that have none of their own. None: drawn anew for each call.

@@ -47,7 +47,7 @@ WIDE = [*LAYERS, LayerSpec(num_heads=1, num_kv_heads=1, head_dim=576)]
         ({"dtype": "float16"}, "got float16"),
         ({"layers": WIDE}, "got head_dim 576"),
         ({"platform": "gpu", "block_size": 48}, r"block_size must be one of \(16, 32, 64, 128, 256\)"),
-        ({"platform": "gpu", "dtype": "float32"}, "got float32"),
+        ({"platform": "gpu", "dtype": "float32"}, "got float32: load the model with dtype=.bfloat16."),
         ({"platform": "gpu", "layers": WIDE}, "got head_dim 576"),
         ({"platform": "gpu", "layers": [LayerSpec(num_heads=130, num_kv_heads=2, head_dim=64)]}, "kv head; got 65"),
         ({"platform": "gpu", "batch_invariant": True}, "batch_invariant"),

@@ -302,6 +302,22 @@ def test_a_part_that_hangs_or_dies_goes_on_with_its_next_step(tmp_path, monkeypa
 
 
 @pytest.mark.slow
+def test_without_a_gpu_the_check_says_so_at_once_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert check.main(["--json", str(tmp_path / "check.json")]) == 2
+    said = capsys.readouterr().err
+    assert "sees no GPU" in said
+    assert "[cuda13]" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("file", "seconds"), [("nowhere/check.json", "9"), (".", "9"), ("check.json", "0")])
+def test_what_the_check_cannot_do_is_refused_before_it_begins(tmp_path, capsys, file, seconds):
+    with pytest.raises(SystemExit):
+        check.parse(["--dry-run", "--json", str(tmp_path / file), "--seconds", seconds])
+    assert "must" in capsys.readouterr().err
+
+
 def test_the_script_runs_to_its_end_without_a_gpu(tmp_path):
     file = tmp_path / "check.json"
     command = ["bash", str(ROOT / "benchmarks/device/gpu_check.sh"), "--dry-run", "--json", str(file)]

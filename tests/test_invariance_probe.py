@@ -1,6 +1,7 @@
 """The probe of `batch_invariant=True`: a model whose bits depend on the batch is caught, what differs is left out."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from cbjax import CausalLM, ContinuousBatchingConfig, GenerationConfig, Workload
 from cbjax.descriptor import Bucket
 from cbjax.invariance import InvarianceError
 from cbjax.invariance.probe import arrangements, make_probe, whole
+from cbjax.invariance.prove import _Bench, _write
 from cbjax.ladder import make_ladder
 from cbjax.machine import MachineFacts
 from cbjax.models.products import ProductForm, contract_last, product_form
@@ -220,3 +222,23 @@ def test_the_ladder_without_some_buckets_keeps_the_others_in_order() -> None:
     assert [bucket.rows for bucket in kept.decode] == [8]
     assert kept.mixed == LADDER.mixed
     assert kept.reachable_alone(5, 2) == (kept.decode[0], kept.mixed[0])
+
+
+@pytest.mark.parametrize(("axis", "shape"), [(2, (2, 3, 5, 4, 8)), (0, (5, 6, 4, 8))], ids=["XLA's", "kernels'"])
+def test_cells_are_compared_in_every_layout_of_the_store(axis, shape):
+    arrays = [np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + number for number in range(2)]
+    places = ((0, 0), (0, 1))
+    cache = SimpleNamespace(
+        kv=list(map(jnp.asarray, arrays)), block_axis=axis, block_size=4, groups=SimpleNamespace(places=places)
+    )
+    bench = _Bench(SimpleNamespace(cache=cache), SimpleNamespace(blocks=np.array([[3, 1]])))
+    bench.cells = bench._read()
+    np.testing.assert_array_equal(bench.cells[1], np.take(arrays[1], [3, 1], axis=axis))
+    assert bench._cell_difference() == ""
+
+    where = [0] * len(shape)
+    where[axis], where[-2] = 1, 2  # block 1 is the second of the sequence's
+    cache.kv[1] = cache.kv[1].at[tuple(where)].add(1)
+    assert bench._cell_difference() == "other keys or values in layer 1 at position 6"
+    cache.kv = _write(cache.kv, np.array([3, 1]), bench.cells, axis=axis)
+    assert bench._cell_difference() == ""

@@ -174,18 +174,42 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = argparse.ArgumentParser(prog="bash benchmarks/device/gpu_check.sh", description=__doc__.split("\n")[0])
     names = [part.name for part in PARTS]
     options.add_argument(
-        "--json", type=Path, default=Path("gpu_check.json"), metavar="FILE", help="default %(default)s"
+        "--json", type=Path, metavar="FILE", help="default gpu_check.json, of a dry run gpu_check_dry_run.json"
     )
     options.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
     options.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     options.add_argument("--seconds", type=float, default=SECONDS, help="for all parts (default %(default)s)")
     options.add_argument("--attention", help="attn_implementation of the engine (default: what it takes by itself)")
-    return options.parse_args(argv)
+    args = options.parse_args(argv)
+    args.json = args.json or Path("gpu_check_dry_run.json" if args.dry_run else "gpu_check.json")
+    if not os.access(args.json if args.json.exists() else args.json.absolute().parent, os.W_OK) or args.json.is_dir():
+        options.error(f"--json must name a file that can be written; got {args.json}")
+    if not args.seconds > 0:
+        options.error(f"--seconds must be above 0; got {args.seconds:g}")
+    return args
+
+
+def why_no_gpu() -> str:
+    """Why there is nothing to check, from a process of its own; empty if jax has a GPU."""
+    ask = "import jax; print(jax.default_backend())"
+    try:
+        asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=START_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"jax did not say within {START_SECONDS:.0f} s what devices there are"
+    backend = (asked.stdout.split() or [""])[-1]
+    if asked.returncode:
+        return f"{sys.executable} cannot run jax: {(asked.stderr.strip().splitlines() or ['it said nothing'])[-1]}"
+    if backend != "gpu":
+        return f"jax of {sys.executable} sees no GPU (its backend is {backend}): pip install -e '.[cuda13]'"
+    return ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse(argv)
+    if not args.dry_run and (reason := why_no_gpu()):
+        print(f"gpu_check: {reason}. --dry-run goes through without one.", file=sys.stderr)
+        return 2
     parts = [part for part in PARTS if part.name in args.only]
     options = ["--dry-run"] * args.dry_run + ["--peer-python", os.environ.get("PEER_PYTHON", sys.executable)]
     options += ["--attention", args.attention] if args.attention else []
@@ -199,9 +223,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[part.name] = run_part(part, Path(scratch) / part.name, left, options)
             # After every part: who is ended from outside has what there is.
             made = document(argv, args, found)
-            args.json.write_text(json.dumps(made, indent=1) + "\n")
+            beside = args.json.with_name(args.json.name + ".part")
+            beside.write_text(json.dumps(made, indent=1) + "\n")
+            beside.replace(args.json)
     _print(made, time.monotonic() - start)
-    return 0
+    held = all(rule["holds"] for rule in made["limits"].values())
+    return 0 if held and all(part["status"] == "ok" for part in found.values()) else 1
 
 
 def _print(made: Mapping[str, Any], seconds: float) -> None:

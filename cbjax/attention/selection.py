@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from cbjax.attention.contract import LayerSpec
 from cbjax.attention.implementation import XLA, Attention, EagerAttention
@@ -66,10 +67,10 @@ def choose_attention(asked: str | None, layers: Sequence[LayerSpec], place: Plac
         if asked is None:
             return AttentionChoice(attention=XLA, used="xla", why=f"not the Pallas kernels: {problem}")
         raise NotImplementedError(
-            f"attn_implementation={asked!r}: {problem}; leave it at None for what there is, which is xla"
+            f"attn_implementation={asked!r}: {problem}; or leave it at None for what there is, which is xla"
         )
     if place.platform == "cpu":
-        why = "as asked; there is no TPU, so that the kernels are interpreted, which is for tests: very slow"
+        why = "as asked; there is no TPU, so that its kernels are interpreted, which is for tests: very slow"
         return AttentionChoice(
             attention=_for_tpus(interpreted=True), used="pallas, interpreted", why=why, is_interpreted=True
         )
@@ -106,7 +107,10 @@ def _why_not_pallas(layers: Sequence[LayerSpec], place: Place) -> str | None:
                 f"{place.capability or 'an unknown one'}"
             )
         if place.batch_invariant:
-            return "batch_invariant, and the GPU kernels add up in another order in prefill than in decode"
+            return "the GPU kernels add up in another order in prefill than in decode, which batch_invariant rules out"
+        if jnp.dtype(place.dtype).itemsize != 2:
+            dtype = jnp.dtype(place.dtype)
+            return f"the GPU kernels compute in bfloat16 and float16; got {dtype}: load the model with dtype='bfloat16'"
         # Rows of the matrix unit.
         if (group := max(layer.num_heads // layer.num_kv_heads for layer in layers)) > 64:
             return f"the GPU kernels take at most 64 query heads to a kv head; got {group}"

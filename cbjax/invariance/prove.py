@@ -107,7 +107,7 @@ class _Bench:
     """A device and what its reference gave.
 
     Attributes:
-      cells: of the sequence's blocks, one array [2, kv_heads, blocks, block_size, head_dim] per array of the store.
+      cells: of the sequence's blocks, one array per array of the store, like it but for the number of blocks.
       answers: i32/u32 bits of each query's token and logprob.
     """
 
@@ -124,7 +124,7 @@ class _Bench:
     def difference(self, bucket: Bucket) -> str:
         """The first difference from what was measured; empty if there is none."""
         device, blocks = self.device, self.probe.blocks.ravel()
-        device.cache.kv = _write(device.cache.kv, blocks, self.cells)
+        device.cache.kv = _write(device.cache.kv, blocks, self.cells, axis=device.cache.block_axis)
         for number, pieces in enumerate(arrangements(self.probe, bucket)):
             answers = self._run(bucket, pieces, quiet_mates=number % 2 == 1)
             if difference := self._cell_difference():
@@ -151,12 +151,16 @@ class _Bench:
         return [(query, (int(tokens[row]), int(logprobs[row]))) for row, query in rows]
 
     def _read(self) -> list[np.ndarray]:
-        return [np.asarray(array) for array in _read(self.device.cache.kv, self.probe.blocks.ravel())]
+        cache, blocks = self.device.cache, self.probe.blocks.ravel()
+        return [np.asarray(array) for array in _read(cache.kv, blocks, axis=cache.block_axis)]
 
     def _cell_difference(self) -> str:
         found = []
         for array, (mine, right) in enumerate(zip(self._read(), self.cells, strict=True)):
-            differs = (_bits(mine) != _bits(right)).any(axis=(0, 1, 4))
+            differs = _bits(mine) != _bits(right)
+            # In every layout a block's tokens are the last axis but one.
+            places = {self.device.cache.block_axis, differs.ndim - 2}
+            differs = differs.any(axis=tuple(set(range(differs.ndim)) - places))
             for block, offset in np.argwhere(differs)[:1].tolist():
                 group, column = divmod(block, self.probe.blocks.shape[1])
                 layer = self.device.cache.groups.places.index((group, array))
@@ -168,14 +172,15 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return array.view(np.dtype(f"u{array.itemsize}"))
 
 
-@jax.jit
-def _read(kv: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
-    """Blocks i32[blocks] of every array of the store."""
-    return [array.at[:, :, ids].get(mode="promise_in_bounds") for array in kv]
+@partial(jax.jit, static_argnames="axis")
+def _read(kv: list[jax.Array], ids: jax.Array, *, axis: int) -> list[jax.Array]:
+    """Blocks i32[blocks] of every array of the store, whose blocks are this axis."""
+    at = (*(slice(None),) * axis, ids)
+    return [array.at[at].get(mode="promise_in_bounds") for array in kv]
 
 
-@partial(jax.jit, donate_argnums=0)
-def _write(kv: list[jax.Array], ids: jax.Array, cells: list[jax.Array]) -> list[jax.Array]:
+@partial(jax.jit, donate_argnums=0, static_argnames="axis")
+def _write(kv: list[jax.Array], ids: jax.Array, cells: list[jax.Array], *, axis: int) -> list[jax.Array]:
     """The store with these blocks in it."""
-    written = zip(kv, cells, strict=True)
-    return [array.at[:, :, ids].set(blocks, mode="promise_in_bounds") for array, blocks in written]
+    at, written = (*(slice(None),) * axis, ids), zip(kv, cells, strict=True)
+    return [array.at[at].set(blocks, mode="promise_in_bounds") for array, blocks in written]

@@ -67,9 +67,11 @@ def paged_attention(
       k_scales: f32[kv_heads]; keys are stored divided by them. With `v_scales`, for stores of 8 bits.
       v_scales: f32[kv_heads]; values are stored divided by them.
       single_token_rows: static promise that row r has the one token r; leaves the varlen part out.
-      sizes: `GpuSizes` on GPUs; None: what was found best for the chip and the store (`tuning.sizes_for`).
+      sizes: None: what was found best for the TPU and the store (`tuning.sizes_for`). On GPUs `GpuSizes`, whose
+        `multiprocessors` are those of the device (an H100 PCIe has 114); None is an H200's 132.
       backend: whose kernels; None: those of the default device, a TPU's if it is neither.
-      interpret: `InterpretParams` of a TPU, or `InterpretGPUParams`, to run on a CPU.
+      interpret: `jax.experimental.pallas.tpu.InterpretParams`, or `mosaic_gpu.InterpretGPUParams` with the kernels of
+        GPUs, to run on a CPU.
 
     Returns:
       out [tokens, heads, head_dim] in q's dtype, zeros for padding, and the new store.
@@ -78,6 +80,8 @@ def paged_attention(
       ValueError: shapes or dtypes that do not go together.
       NotImplementedError: sizes that the kernels have no form for.
     """
+    if backend not in (None, "tpu", "gpu"):
+        raise ValueError(f'backend must be "tpu", "gpu" or None; got {backend!r}')
     if (backend or jax.default_backend()) == "gpu":
         from pallas_kernels.paged_attention import gpu
 
