@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention import KVLayout, Sizes, gpu, paged_attention
 from pallas_kernels.paged_attention.checks import check_window
@@ -102,3 +103,14 @@ def test_an_integer_store_needs_factors():
 def test_sizes_that_no_tpu_has_are_refused(sizes):
     with pytest.raises(ValueError, match=f"{next(iter(sizes))} must be"):
         Sizes(**sizes)
+
+
+def test_a_backend_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r'backend must be "tpu", "gpu" or None; got \'cuda\''):
+        call("tpu", {"backend": "cuda"})
+
+
+@pytest.mark.parametrize("interpret", [True, pltpu.InterpretParams()])
+def test_the_gpu_kernels_are_interpreted_by_their_own_interpreter_only(interpret):
+    with pytest.raises(ValueError, match="interpret must be None or InterpretGPUParams"):
+        call("gpu", {"interpret": interpret})

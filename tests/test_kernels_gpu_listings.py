@@ -1,6 +1,7 @@
 """What needs no compiler: jax's dumps of GPU kernels as figures, and programs that are none."""
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -166,7 +167,7 @@ def test_what_is_not_installed_is_said_with_what_to_install(monkeypatch, capsys,
         (["h200", "--phase", "prefill", "--context", "4"], "a row has 1 to context (4) new tokens; got 512"),
         (["h200", "--block-size", "48"], "block_size must be one of"),
         (["h200", "--dtype", "float32"], "got float32"),
-        (["h200", "--chunk", "256"], "unexpected keyword argument 'chunk'"),
+        (["h200", "--chunk", "256"], "--chunk: of TPUs only; got h200"),
         (["h200", "--program", "gpu_programs:multiply", "--sizes", "{"], "--sizes must be a JSON object; got '{'"),
         (["h200", "--program", "gpu_programs:multiply", "--sizes", "[1]"], "--sizes must be a JSON object; got '[1]'"),
     ],
@@ -176,3 +177,16 @@ def test_what_cannot_be_compiled_is_said(monkeypatch, capsys, argv, message):
     monkeypatch.setattr("pallas_kernels.aot.gpu_report._nvdisasm", lambda: None)
     assert main(argv) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["h200", "--chunk", "512", "--cores", "2"], "--chunk, --cores: of TPUs only; got h200"),
+        (["a100"], r"compute capability 9.0 \(h100, h200\); got a100, which has 8.0"),
+        (["b200"], "got b200, which has 10.0"),
+    ],
+)
+def test_what_the_gpu_kernels_are_not_made_for_is_refused_before_it_is_compiled(capsys, argv, message):
+    assert main(argv) == 1
+    assert re.search(message, capsys.readouterr().err)

@@ -136,5 +136,5 @@ def test_an_item_that_is_left_out_of_the_mean_is_found(monkeypatch):
 
 
 @of_gpu
-def test_without_a_mistake_nothing_is_found_on_gpu(case):
+def test_without_a_mistake_nothing_is_found_in_gpu_kernels(case):
     assert not _found_on_gpu(case)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pallas_kernels.aot.report import CompileError, Report, inspect
 
 # What is compiled for GPUs.
 GPU_CASES = "pallas_kernels.aot.gpu_cases:build"
+TPU_OPTIONS = ("chunk", "cores", "vmem_limit_bytes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("context", "tokens of each row with the new ones (default 8192)"),
         ("new-tokens", "of each row in prefill and kv_update (default 512)"),
         ("window", "of a sliding window (default: none)"),
-        ("chunk", "tokens fetched at a time (default 1024)"),
-        ("cores", "of the device, that share the rows (default 1)"),
-        ("vmem-limit-bytes", "what the kernel may take (default 100 MiB)"),
+        ("chunk", "tokens fetched at a time, of TPUs (default 1024)"),
+        ("cores", "of the TPU, that share the rows (default 1)"),
+        ("vmem-limit-bytes", "what the kernel may take, of TPUs (default 100 MiB)"),
     ):
         parser.add_argument(f"--{name}", type=int, help=text)
     parser.add_argument("--soft-cap", type=float, help="of the scores (default: none)")
@@ -78,11 +79,26 @@ def _inspect(args: argparse.Namespace) -> Report | GpuReport:
     named = {field.name: getattr(args, field.name) for field in fields(Case)}
     given = {name: value for name, value in named.items() if value is not None}
     if args.chip in GPU_CHIPS:
+        if args.program is None:
+            _check_gpu(args, given)
         sizes = given if args.program is None else _sizes(args.sizes)
         return inspect_gpu(GPU_CHIPS[args.chip], args.program or GPU_CASES, sizes, timeout=args.timeout)
     if args.chip not in CHIPS:
         raise NotImplementedError(f"chips are {', '.join((*CHIPS, *GPU_CHIPS))}; got {args.chip!r}")
     return inspect(chip_named(args.chip), Case(**given), timeout=args.timeout)
+
+
+def _check_gpu(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
+    """Raises where the GPU kernels have no such option, or are not made for this GPU."""
+    if mine := [f"--{name.replace('_', '-')}" for name in TPU_OPTIONS if name in given]:
+        raise ValueError(f"{', '.join(mine)}: of TPUs only; got {args.chip}")
+    major, minor = GPU_CHIPS[args.chip].capability
+    if major != 9:
+        hoppers = [name for name, chip in GPU_CHIPS.items() if chip.capability[0] == 9]
+        raise NotImplementedError(
+            f"the GPU kernels are made of the instructions of compute capability 9.0 ({', '.join(hoppers)}); "
+            f"got {args.chip}, which has {major}.{minor}. --program compiles others for it"
+        )
 
 
 def _sizes(text: str) -> dict[str, Any]:

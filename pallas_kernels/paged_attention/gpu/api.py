@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.checks import check_arrays, check_options, check_rows, check_window
 from pallas_kernels.paged_attention.gpu.attend import GpuSizes, attend
@@ -121,6 +122,8 @@ def attend_planned(
         heads, layout.num_kv_heads, layout.dtype, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
         k_scales=k_scales, v_scales=v_scales,
     )  # fmt: skip
+    if interpret is not None and not isinstance(interpret, plgpu.InterpretGPUParams):
+        raise ValueError(f"interpret must be None or InterpretGPUParams with the GPU kernels; got {interpret!r}")
     if window not in plan.windows:
         raise ValueError(f"window must be one of the plan's, {plan.windows}; got {window}")
     return attend(
