@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from cbjax.attention import prepare_batch
 from pallas_kernels.paged_attention import KVLayout, Sizes, gpu, paged_attention
 from pallas_kernels.paged_attention.checks import check_window
+from pallas_kernels.paged_attention.gpu.softmax import LOG2E, base2_scores
 
 SIZES = {"num_kv_heads": 2, "head_dim": 128, "block_size": 16, "num_blocks": 3, "dtype": jnp.bfloat16}
 FUNCTIONS = {"tpu": (paged_attention, KVLayout(**SIZES)), "gpu": (gpu.paged_attention, gpu.GpuLayout(**SIZES))}
@@ -114,3 +116,52 @@ def test_a_backend_that_is_none_is_refused():
 def test_the_gpu_kernels_are_interpreted_by_their_own_interpreter_only(interpret):
     with pytest.raises(ValueError, match="interpret must be None or InterpretGPUParams"):
         call("gpu", {"interpret": interpret})
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_sizes_of_the_other_kernels_are_refused(kind):
+    with pytest.raises(ValueError, match="sizes must be"):
+        call(kind, {"sizes": gpu.GpuSizes() if kind == "tpu" else Sizes(chunk=128)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group": 0}, "group from 1 to 64; got 2 and 0"),
+        ({"group": 65}, "group from 1 to 64"),
+        ({"kv_heads": 0}, "kv_heads must be at least 1"),
+        ({"block_size": 48}, r"block_size must be one of \(16, 32, 64, 128, 256\); got 48"),
+    ],
+)
+def test_a_plan_for_gpus_that_cannot_be_is_refused(changes, message):
+    rows = {name: jnp.zeros(shape, jnp.int32) for name, shape in ROWS.items()}
+    with pytest.raises(ValueError, match=message):
+        gpu.plan_step(**rows, **{"num_tokens": 4, "block_size": 16, "kv_heads": 2, "group": 3} | changes)
+
+
+def test_a_plan_of_other_blocks_than_the_store_has_is_refused():
+    rows = {name: jnp.zeros(shape, jnp.int32) for name, shape in ROWS.items()}
+    plan = gpu.plan_step(**rows, num_tokens=4, block_size=64, kv_heads=2, group=3)
+    q, kv = jnp.zeros((4, 6, 128), jnp.bfloat16), jnp.zeros(gpu.GpuLayout(**SIZES).shape, jnp.bfloat16)
+    with pytest.raises(ValueError, match="the plan is of blocks of 64 tokens; got a store of 16"):
+        gpu.attend_planned(q, q[:, :2], q[:, :2], kv, plan, gpu.GpuLayout(**SIZES))
+
+
+@pytest.mark.parametrize("planned", ["xla", "gpu"])
+def test_tokens_before_the_first_rows_are_padding(planned):
+    table, zero = jnp.arange(4, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
+    step = (table, zero, jnp.array([3, 4]), jnp.array([10]), jnp.array(1))
+    if planned == "gpu":
+        blocks = gpu.plan_step(*step, num_tokens=5, block_size=16, kv_heads=1, group=1).token_block
+        np.testing.assert_array_equal(blocks, [-1, -1, -1, 0, -1])
+    else:
+        batch = prepare_batch(*step, num_tokens=5, block_size=16, num_blocks=4)
+        np.testing.assert_array_equal(batch.write_index, [80, 80, 80, 9, 80])
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0, 1e3, 1e6, 1e8])
+def test_a_soft_cap_of_any_size_is_a_tanh(cap):
+    products = np.concatenate([np.linspace(-90, 90, 1001), cap * np.linspace(-0.1, 0.1, 1001)]).astype(np.float32)
+    scores = base2_scores(jnp.asarray(products), jnp.float32(1), cap) / LOG2E
+    right = cap * np.tanh(products.astype(np.float64) / cap)
+    np.testing.assert_allclose(scores, right, rtol=1e-5, atol=1e-30)

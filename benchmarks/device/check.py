@@ -179,13 +179,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
     options.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     options.add_argument("--seconds", type=float, default=SECONDS, help="for all parts (default %(default)s)")
-    options.add_argument("--attention", help="attn_implementation of the engine (default: what it takes by itself)")
+    options.add_argument(
+        "--attention",
+        choices=["pallas", "xla", "eager"],
+        help="attn_implementation of the engine (default: what it takes by itself)",
+    )
     args = options.parse_args(argv)
     args.json = args.json or Path("gpu_check_dry_run.json" if args.dry_run else "gpu_check.json")
     if not os.access(args.json if args.json.exists() else args.json.absolute().parent, os.W_OK) or args.json.is_dir():
         options.error(f"--json must name a file that can be written; got {args.json}")
-    if not args.seconds > 0:
-        options.error(f"--seconds must be above 0; got {args.seconds:g}")
+    if not 0 < args.seconds < float("inf"):
+        options.error(f"--seconds must be a number above 0; got {args.seconds:g}")
     return args
 
 
@@ -207,6 +211,8 @@ def why_no_gpu() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse(argv)
+    # As Ctrl-C does: what runs on the card is ended first.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if not args.dry_run and (reason := why_no_gpu()):
         print(f"gpu_check: {reason}. --dry-run goes through without one.", file=sys.stderr)
         return 2

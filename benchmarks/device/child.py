@@ -7,7 +7,9 @@ the next one starts afresh.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -44,6 +46,13 @@ def answers() -> bool:
         return False
 
 
+def end_with_parent() -> None:
+    """Asks Linux to kill this process when its parent dies, however that comes: a kernel that hangs holds the card."""
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="python -m benchmarks.device.child")
     options.add_argument("module")
@@ -53,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--peer-python", default=sys.executable)
     options.add_argument("--attention", default=None)
     args = options.parse_args(argv)
+    end_with_parent()
     state = State(args.file)
     part = importlib.import_module(args.module)
     steps = part.steps(args)

@@ -164,7 +164,8 @@ def token_places(
         token_row = jnp.searchsorted(q_start[1:], token, side="right").astype(jnp.int32)
     row = jnp.minimum(token_row, rows - 1)
     offset = token - q_start[:-1][row]
-    real = (token_row < num_rows) & (offset < count[row])
+    # Tokens before the first row's are padding, too.
+    real = (token_row < num_rows) & (offset >= 0) & (offset < count[row])
     position = jnp.where(real, (context_len - count)[row] + offset, 0)
     block = table[slot[row], position // block_size]
     write_trash = (num_blocks + 1) * block_size

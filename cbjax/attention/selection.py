@@ -62,6 +62,8 @@ def choose_attention(asked: str | None, layers: Sequence[LayerSpec], place: Plac
         return AttentionChoice(attention=EagerAttention(), used="eager", why="as asked: slow, and simple")
     if asked is None and place.platform == "cpu":
         return AttentionChoice(attention=XLA, used="xla", why="portable; the Pallas kernels are for TPUs and GPUs")
+    if asked is None and place.platform not in ("gpu", "tpu"):
+        return AttentionChoice(attention=XLA, used="xla", why=f"portable; there are no kernels for {place.platform}")
     problem = _why_not_pallas(layers, place)
     if problem is not None:
         if asked is None:
@@ -99,6 +101,8 @@ def _for_gpus(place: Place) -> Attention:
 def _why_not_pallas(layers: Sequence[LayerSpec], place: Place) -> str | None:
     """What the kernels have no form for; None: they serve these layers."""
     layout: LayoutName = "tpu"
+    if place.platform not in ("cpu", "gpu", "tpu"):
+        return f"there are kernels for TPUs and GPUs; got {place.platform}"
     if place.platform == "gpu":
         layout = "gpu"
         if (place.capability or "").partition(".")[0] != "9":

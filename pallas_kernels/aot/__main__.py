@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -70,8 +71,12 @@ def _check(args: argparse.Namespace) -> None:
     """Raises ValueError for what would be found after the compiler's work only."""
     if not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout must be a positive number of seconds; got {args.timeout}")
-    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+    if args.json is None:
+        return
+    if args.json.is_dir() or not args.json.absolute().parent.is_dir():
         raise ValueError(f"--json {args.json}: that is a folder, or its folder does not exist; name a file")
+    if not os.access(args.json if args.json.exists() else args.json.absolute().parent, os.W_OK):
+        raise ValueError(f"--json {args.json}: it cannot be written; name another file")
 
 
 def _inspect(args: argparse.Namespace) -> Report | GpuReport:

@@ -148,9 +148,16 @@ def attend_planned(
         k_scales=k_scales, v_scales=v_scales,
     )  # fmt: skip
     return attend(
-        q, k, v, kv, plan, layout, sizes or sizes_for(layout, heads), scale=head_dim**-0.5 if scale is None else scale,
-        window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales, v_scales=v_scales, interpret=interpret,
+        q, k, v, kv, plan, layout, _checked(sizes) or sizes_for(layout, heads),
+        scale=head_dim**-0.5 if scale is None else scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        k_scales=k_scales, v_scales=v_scales, interpret=interpret,
     )  # fmt: skip
+
+
+def _checked(sizes: Sizes | None) -> Sizes | None:
+    if not isinstance(sizes, Sizes | None):
+        raise ValueError(f"sizes must be Sizes or None with the TPU kernels; got {sizes!r}")
+    return sizes
 
 
 def layout_of(q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array) -> KVLayout:

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.checks import check_arrays, check_options, check_rows, check_window
 from pallas_kernels.paged_attention.gpu.attend import GpuSizes, attend
-from pallas_kernels.paged_attention.gpu.layout import GpuLayout
+from pallas_kernels.paged_attention.gpu.layout import BLOCK_SIZES, GpuLayout
 from pallas_kernels.paged_attention.gpu.plan import GpuPlan, make_plan
 from pallas_kernels.paged_attention.gpu.varlen import ROWS, varlen_tile
 
@@ -91,7 +91,11 @@ def plan_step(
       ValueError: shapes or dtypes that do not go together.
     """
     check_rows(table, slot, q_start, context_len, num_rows, num_tokens=num_tokens, single_token_rows=single_token_rows)
-    sizes, windows = sizes or GpuSizes(), tuple(map(check_window, windows))
+    sizes, windows = _checked(sizes), tuple(map(check_window, windows))
+    if kv_heads < 1 or not 1 <= group <= ROWS:
+        raise ValueError(f"kv_heads must be at least 1 and group from 1 to {ROWS}; got {kv_heads} and {group}")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be one of {BLOCK_SIZES}; got {block_size}")
     return make_plan(
         table, slot, q_start, context_len, num_rows, num_tokens=num_tokens, block_size=block_size,
         target_items=sizes.target_items(kv_heads), varlen_tile=varlen_tile(group), windows=windows,
@@ -124,12 +128,20 @@ def attend_planned(
     )  # fmt: skip
     if interpret is not None and not isinstance(interpret, plgpu.InterpretGPUParams):
         raise ValueError(f"interpret must be None or InterpretGPUParams with the GPU kernels; got {interpret!r}")
+    if layout.block_size != plan.block_size:
+        raise ValueError(f"the plan is of blocks of {plan.block_size} tokens; got a store of {layout.block_size}")
     if window not in plan.windows:
         raise ValueError(f"window must be one of the plan's, {plan.windows}; got {window}")
     return attend(
-        q, k, v, kv, plan, layout, sizes or GpuSizes(), scale=head_dim**-0.5 if scale is None else scale,
+        q, k, v, kv, plan, layout, _checked(sizes), scale=head_dim**-0.5 if scale is None else scale,
         window=window, soft_cap=soft_cap, sinks=sinks, k_scales=k_scales, v_scales=v_scales, interpret=interpret,
     )  # fmt: skip
+
+
+def _checked(sizes: GpuSizes | None) -> GpuSizes:
+    if not isinstance(sizes, GpuSizes | None):
+        raise ValueError(f"sizes must be GpuSizes or None with the GPU kernels; got {sizes!r}")
+    return sizes or GpuSizes()
 
 
 def layout_of(q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array) -> GpuLayout:

@@ -79,6 +79,7 @@ class GpuPlan:
       token_row: i32[tokens], the row of a token that is decoded, else -1.
       varlen: items of the other rows; None where the step has none.
       windows: of the layers.
+      block_size: of their stores.
     """
 
     table: jax.Array
@@ -89,6 +90,7 @@ class GpuPlan:
     token_row: jax.Array
     varlen: VarlenItems | None
     windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+    block_size: int = dataclasses.field(metadata={"static": True})
 
 
 def make_plan(
@@ -123,8 +125,9 @@ def make_plan(
     is_one, is_many = count == 1, count > 1
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     owner = row if single_token_rows else _owner(q_start[1:], token)
-    is_real = (owner < rows) & (count[jnp.minimum(owner, rows - 1)] > 0)
-    owner = jnp.minimum(owner, rows - 1)
+    is_owned, owner = owner < rows, jnp.minimum(owner, rows - 1)
+    # Tokens before the first row's are padding, too.
+    is_real = is_owned & (count[owner] > 0) & (token >= q_start[owner])
     offset = context_len - q_start[1:]
     position = jnp.where(is_real, token + offset[owner], 0)
     block = table[slot[owner], position // block_size]
@@ -143,6 +146,7 @@ def make_plan(
         if single_token_rows
         else _varlen_items(slot, jnp.where(is_many, count, 0), q_start, offset, num_tokens, varlen_tile),
         windows=windows,
+        block_size=block_size,
     )
 
 

@@ -11,6 +11,8 @@ from jax import lax
 LOG2E = math.log2(math.e)
 # Scores that count for nothing. Finite, so that a difference of two is no NaN.
 MASKED = -1e30
+# Below it x - x**3 / 3 is tanh(x) to one in ten million.
+NEAR_ZERO = 2.0**-5
 
 
 def base2_scores(products: jax.Array, factor: jax.Array, soft_cap: float | None) -> jax.Array:
@@ -23,9 +25,13 @@ def base2_scores(products: jax.Array, factor: jax.Array, soft_cap: float | None)
     """
     if soft_cap is None:
         return products * (factor * LOG2E)
-    # The unit's own tanh is good to 11 bits, too few for a logit; this one loses nothing that matters near 0.
-    power = jnp.exp2(products * (factor * (2.0 * LOG2E / soft_cap)))
-    return (soft_cap * LOG2E) - (2.0 * soft_cap * LOG2E) / (power + 1.0)
+    # The unit's own tanh is good to 11 bits, too few for a logit. Near 0 this one is a difference of two almost
+    # equal numbers, so there its series stands in.
+    share = products * (factor / soft_cap)
+    power = jnp.exp2(share * (2.0 * LOG2E))
+    capped = 1.0 - 2.0 / (power + 1.0)
+    capped = jnp.where(jnp.abs(share) < NEAR_ZERO, share * (1.0 - share * share * (1.0 / 3.0)), capped)
+    return capped * (soft_cap * LOG2E)
 
 
 def next_weights(scores: jax.Array, maximum: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
