@@ -94,6 +94,7 @@ CASES = {
     "window": {"window": 1024},
     "wide, window": {"heads": 8, "kv_heads": 4, "head_dim": 256, "window": 1024},
     "fp8": {"kv_dtype": "float8_e4m3fn"},
+    "wide, fp8": {"heads": 8, "kv_heads": 4, "head_dim": 256, "kv_dtype": "float8_e4m3fn"},
 }
 
 
@@ -125,12 +126,11 @@ def test_paged_attention_compiles_without_spills_and_with_the_store_in_place(pha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("window", "most"), [(None, 8), (1024, 96)], ids=["full", "window"])
-def test_prefill_of_the_widest_heads_spills_a_few_bytes_over_8_bits(window, most):
+def test_prefill_of_the_widest_heads_spills_two_words_over_8_bits_with_a_window():
     """At the edge of what a warpgroup's registers hold; what is told in the documents is no more than that."""
-    wide = {"heads": 8, "kv_heads": 4, "head_dim": 256, "phase": "prefill", "new_tokens": 8, "window": window}
+    wide = {"heads": 8, "kv_heads": 4, "head_dim": 256, "phase": "prefill", "new_tokens": 8, "window": 1024}
     report = inspect_gpu(GPU_CHIPS["h200"], GPU_CASES, wide | {"kv_dtype": "float8_e4m3fn"})
-    assert report.spills <= most
+    assert report.spills <= 8
     assert {kernel.name for kernel in report.kernels if kernel.spills} <= {"paged_attention_varlen_mosaic_gpu_kernel"}
 
 

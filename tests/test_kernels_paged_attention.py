@@ -31,6 +31,9 @@ CASES = {
     "odd heads": Case(rows=DECODES, head_dim=80, kv_heads=1, group=5, block_size=256, sinks=True),
     "more than int16 positions": Case(rows=((33_000, 1), (32_900, 3)), kv_heads=1, head_dim=64, block_size=256),
     "8-bit floats": Case(rows=MIXED, dtype="bfloat16", kv_dtype="float8_e4m3fn", block_size=32),
+    "wide 8-bit floats": Case(
+        rows=((90, 20), (70, 1)), kv_heads=1, head_dim=256, dtype="bfloat16", kv_dtype="float8_e4m3fn", window=50
+    ),
     "8-bit integers": Case(rows=MIXED, dtype="bfloat16", kv_dtype="int8"),
 }
 SLOW_TO_INTERPRET = {
@@ -40,6 +43,7 @@ SLOW_TO_INTERPRET = {
     "wide heads",
     "odd heads",
     "8-bit floats",
+    "wide 8-bit floats",
 }
 SLOW_ON_GPU = {"more than int16 positions", "a window", "odd heads"}
 

@@ -138,11 +138,18 @@ class Ring:
         stage = self._stage(buffers, place)
         if self.is_converted:
             found = Stage(keys=buffers["keys"].at[place], values=buffers["values"].at[place])
+            parts = self._parts()
+            columns = parts[0].size
+
+            def convert_part(number, carry):
+                part = pl.ds(pl.multiple_of(number * columns, columns), columns)
+                stage.keys.at[:, part][...] = self._converted(found.keys.at[:, part])
+                stage.values.at[:, part][...] = self._seen(self._converted(found.values.at[:, part]), span, at)
+                return carry
 
             def convert():
-                for part in self._parts():
-                    stage.keys.at[:, part][...] = self._converted(found.keys.at[:, part])
-                    stage.values.at[:, part][...] = self._seen(self._converted(found.values.at[:, part]), span, at)
+                # As a loop: the loads of all parts would be brought forward, into registers that there are not.
+                lax.fori_loop(0, len(parts), convert_part, 0)
 
             self._prepare(buffers, place, reader, convert)
             return stage
