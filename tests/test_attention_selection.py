@@ -53,6 +53,7 @@ WIDE = [*LAYERS, LayerSpec(num_heads=1, num_kv_heads=1, head_dim=576)]
         ({"platform": "gpu", "batch_invariant": True}, "batch_invariant"),
         ({"platform": "gpu", "capability": "8.0"}, r"Hopper's .*\(compute capability 9.0\), and this GPU has 8.0"),
         ({"platform": "gpu", "capability": "10.0"}, "this GPU has 10.0"),
+        ({"platform": "METAL"}, "there are kernels for TPUs and GPUs; got METAL"),
         ({"platform": "gpu", "capability": "gfx942"}, "this GPU has gfx942"),
         ({"platform": "gpu", "capability": None}, "this GPU has an unknown one"),
     ],

@@ -62,8 +62,6 @@ def choose_attention(asked: str | None, layers: Sequence[LayerSpec], place: Plac
         return AttentionChoice(attention=EagerAttention(), used="eager", why="as asked: slow, and simple")
     if asked is None and place.platform == "cpu":
         return AttentionChoice(attention=XLA, used="xla", why="portable; the Pallas kernels are for TPUs and GPUs")
-    if asked is None and place.platform not in ("gpu", "tpu"):
-        return AttentionChoice(attention=XLA, used="xla", why=f"portable; there are no kernels for {place.platform}")
     problem = _why_not_pallas(layers, place)
     if problem is not None:
         if asked is None:

@@ -67,11 +67,9 @@ def paged_attention(
       k_scales: f32[kv_heads]; keys are stored divided by them. With `v_scales`, for stores of 8 bits.
       v_scales: f32[kv_heads]; values are stored divided by them.
       single_token_rows: static promise that row r has the one token r; leaves the varlen part out.
-      sizes: None: what was found best for the TPU and the store (`tuning.sizes_for`). On GPUs `GpuSizes`, whose
-        `multiprocessors` are those of the device (an H100 PCIe has 114); None is an H200's 132.
+      sizes: `GpuSizes` on GPUs, else `Sizes`; None: an H200's, and what was found best for a TPU (`tuning.sizes_for`).
       backend: whose kernels; None: those of the default device, a TPU's if it is neither.
-      interpret: `jax.experimental.pallas.tpu.InterpretParams`, or `mosaic_gpu.InterpretGPUParams` with the kernels of
-        GPUs, to run on a CPU.
+      interpret: `InterpretParams` of Pallas's `tpu`, or `InterpretGPUParams` of its `mosaic_gpu`, to run on a CPU.
 
     Returns:
       out [tokens, heads, head_dim] in q's dtype, zeros for padding, and the new store.
@@ -80,9 +78,7 @@ def paged_attention(
       ValueError: shapes or dtypes that do not go together.
       NotImplementedError: sizes that the kernels have no form for.
     """
-    if backend not in (None, "tpu", "gpu"):
-        raise ValueError(f'backend must be "tpu", "gpu" or None; got {backend!r}')
-    if (backend or jax.default_backend()) == "gpu":
+    if _is_gpu(backend):
         from pallas_kernels.paged_attention import gpu
 
         return gpu.paged_attention(
@@ -152,6 +148,12 @@ def attend_planned(
         scale=head_dim**-0.5 if scale is None else scale, window=window, soft_cap=soft_cap, sinks=sinks,
         k_scales=k_scales, v_scales=v_scales, interpret=interpret,
     )  # fmt: skip
+
+
+def _is_gpu(backend: Backend | None) -> bool:
+    if backend not in (None, "tpu", "gpu"):
+        raise ValueError(f'backend must be "tpu", "gpu" or None; got {backend!r}')
+    return (backend or jax.default_backend()) == "gpu"
 
 
 def _checked(sizes: Sizes | None) -> Sizes | None:

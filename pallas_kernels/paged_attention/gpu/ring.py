@@ -139,7 +139,7 @@ class Ring:
         if self.is_converted:
             found = Stage(keys=buffers["keys"].at[place], values=buffers["values"].at[place])
             parts = self._parts()
-            columns = parts[0].size
+            columns = self.layout.width // len(parts)
 
             def convert_part(number, carry):
                 part = pl.ds(pl.multiple_of(number * columns, columns), columns)
